@@ -1,0 +1,1 @@
+"""Checkpoints: finding the files, trusting their headers, reading exactly this rank's bytes."""

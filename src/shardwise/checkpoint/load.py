@@ -1,0 +1,144 @@
+"""From a checkpoint's index to a rank's tensors: which key goes where, in which dtype, and what does not fit.
+
+`match_keys` is a pure function of names and shapes; `load_tensors` reads what it decided. No collective is
+called here: the callers agree before and after.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.index import TensorEntry
+from shardwise.checkpoint.read import SliceReader
+from shardwise.errors import CheckpointError
+from shardwise.plan.resolve import ResolvedPlan
+
+DtypeRule = Callable[[str, torch.dtype, torch.dtype], torch.dtype]
+"""(name, dtype in the file, dtype in the model) -> dtype on the device."""
+
+
+@dataclass(frozen=True)
+class KeyReport:
+    """How the keys of a checkpoint meet the tensors of a model.
+
+    Attributes:
+        sources: For each tensor of the model that the checkpoint holds, under each of its names: the key.
+        missing: Parameters that the checkpoint does not hold under any of their names.
+        computed: Persistent buffers that it does not hold; they keep the value the model computed.
+        unexpected: Keys that the model does not have.
+        mismatched: (name, shape in the checkpoint, shape in the model) where the two differ.
+    """
+
+    sources: Mapping[str, str]
+    missing: tuple[str, ...]
+    computed: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+    def raise_for_errors(self, subject: str) -> None:
+        """Raise if a weight would be left without a value, listing all of them.
+
+        Raises:
+            CheckpointError: parameters are missing or have another shape.
+        """
+        lines = [f"  missing: {name}" for name in self.missing]
+        lines += [
+            f"  shape: {name} is {list(found)} in the checkpoint, {list(wanted)} in the model"
+            for name, found, wanted in self.mismatched
+        ]
+        if lines:
+            listing = "\n".join(lines)
+            hint = "is it the checkpoint of this model class and configuration?"
+            raise CheckpointError(f"{subject}: {len(lines)} weights do not fit the model; {hint}\n{listing}")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank read to load its part of a model."""
+
+    bytes_read: int
+    """Bytes of tensor data."""
+    file_bytes: int
+    """Bytes of tensor data in the whole checkpoint."""
+    seconds: float
+
+
+def match_keys(
+    model: nn.Module, index: Mapping[str, TensorEntry], ignored: Iterable[str] | None = None
+) -> KeyReport:
+    """Return how the keys of `index` meet the parameters and persistent buffers of `model`.
+
+    Args:
+        model: A model whose tensors have their full shapes, for instance on the meta device.
+        index: The checkpoint's tensors by key.
+        ignored: Patterns of keys that may be in the checkpoint without being used.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = defaultdict(list)  # tied weights: one tensor, several names
+    for name, tensor in tensors.items():
+        names[id(tensor)].append(name)
+    sources: dict[str, str] = {}
+    absent: list[str] = []
+    for aliases in names.values():
+        key = next((name for name in aliases if name in index), None)
+        if key is None:
+            absent.append(aliases[0])
+        else:
+            sources |= dict.fromkeys(aliases, key)
+    mismatched = [
+        (name, index[key].shape, tuple(tensors[name].shape))
+        for name, key in sources.items()
+        if index[key].shape != tuple(tensors[name].shape)
+    ]
+    patterns = list(ignored or ())
+    unexpected = [k for k in index if k not in tensors and not any(re.search(p, k) for p in patterns)]
+    return KeyReport(
+        sources,
+        missing=tuple(name for name in absent if isinstance(tensors[name], nn.Parameter)),
+        computed=tuple(name for name in absent if not isinstance(tensors[name], nn.Parameter)),
+        unexpected=tuple(unexpected),
+        mismatched=tuple(mismatched),
+    )
+
+
+def load_tensors(
+    model: nn.Module,
+    index: Mapping[str, TensorEntry],
+    keys: KeyReport,
+    plan: ResolvedPlan,
+    reader: SliceReader,
+    dtype: DtypeRule,
+) -> tuple[dict[str, Tensor], LoadReport]:
+    """Read this rank's part of every tensor of `model`, and return it by name, with what was read.
+
+    Tensors that share a key share memory. Buffers that no checkpoint holds come back on the reader's device.
+
+    Raises:
+        CheckpointError: a file cannot be read or ends early.
+    """
+    start = time.perf_counter()
+    tensors = model.state_dict(keep_vars=True)
+    loaded: dict[str, Tensor] = {}
+    by_key: dict[str, Tensor] = {}
+    # In file order, so that ranks that read the same file find each other's pages in the cache.
+    for name in sorted(
+        keys.sources, key=lambda n: (index[keys.sources[n]].file, index[keys.sources[n]].offset)
+    ):
+        key, old = keys.sources[name], tensors[name]
+        if key not in by_key:
+            entry = index[key]
+            data = reader.read(key, entry, plan.layout(name), dtype(name, entry.dtype, old.dtype))
+            is_parameter = isinstance(old, nn.Parameter)
+            by_key[key] = nn.Parameter(data, old.requires_grad) if is_parameter else data
+        loaded[name] = by_key[key]
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        loaded.setdefault(name, buffer.to(reader.device))
+    total = sum(entry.nbytes for entry in index.values())
+    return loaded, LoadReport(reader.bytes_read, total, time.perf_counter() - start)

@@ -1,0 +1,51 @@
+"""What the user chose: the degree of tensor parallelism and, optionally, the ranks that take part.
+
+Holds no live state: process groups, ranks and devices belong to `runtime.group`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class TensorParallelConfig:
+    """How many devices a model is sharded over, and which.
+
+    Args:
+        tp_degree: Number of ranks that each hold a slice of every planned weight. It must divide the
+            model's attention heads. 1 means an ordinary, whole model and needs no process group.
+        mesh: A one-dimensional `DeviceMesh`, possibly a slice of a larger one (`mesh["tp"]`). Its size is
+            the degree, and a rank's slice follows its coordinate in the mesh, not its global rank. Without
+            a mesh, the ranks are all those of the default process group.
+
+    Raises:
+        ConfigError: `tp_degree` is not a positive integer, or `mesh` is not one-dimensional, or the two
+            disagree.
+    """
+
+    tp_degree: int = 1
+    mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other; a mesh alone decides the degree."""
+        if isinstance(self.tp_degree, bool) or not isinstance(self.tp_degree, int) or self.tp_degree < 1:
+            raise ConfigError(f"tp_degree must be a positive integer, got {self.tp_degree!r}")
+        if self.mesh is None:
+            return
+        if self.mesh.ndim != 1:
+            names = self.mesh.mesh_dim_names or ()
+            example = f'mesh["{names[-1]}"]' if names else "a one-dimensional slice of it"
+            raise ConfigError(f"mesh has {self.mesh.ndim} axes, tensor parallelism takes one: pass {example}")
+        if self.tp_degree not in (1, self.mesh.size()):
+            raise ConfigError(
+                f"tp_degree is {self.tp_degree} but the mesh has {self.mesh.size()} ranks: "
+                "leave tp_degree out, or pass a mesh of that size"
+            )
+        object.__setattr__(self, "tp_degree", self.mesh.size())

@@ -1,0 +1,44 @@
+"""The tensor parallel model classes: each is the diffusers class of its name, with a plan and sharded loading.
+
+One file per family holds the plan, the class, and a tiny configuration with inputs to prove the plan on.
+Adding a model is adding such a file and a line here. Classes are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.models.flux import FluxTransformer2DModel
+    from shardwise.models.flux2 import Flux2Transformer2DModel
+    from shardwise.models.minimax_h3 import MiniMaxH3Transformer3DModel
+    from shardwise.models.qwen_image import QwenImageTransformer2DModel
+
+FAMILIES = {
+    "Flux2Transformer2DModel": "flux2",
+    "FluxTransformer2DModel": "flux",
+    "MiniMaxH3Transformer3DModel": "minimax_h3",
+    "QwenImageTransformer2DModel": "qwen_image",
+}
+"""Class name -> the module of this package that holds it."""
+
+__all__ = [
+    "FAMILIES",
+    "Flux2Transformer2DModel",
+    "FluxTransformer2DModel",
+    "MiniMaxH3Transformer3DModel",
+    "QwenImageTransformer2DModel",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a model class when it is first asked for."""
+    if name not in FAMILIES:
+        raise AttributeError(f"shardwise.models has no {name}; it has {', '.join(FAMILIES)}")
+    return getattr(import_module(f"{__name__}.{FAMILIES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """List the model classes."""
+    return sorted(__all__)

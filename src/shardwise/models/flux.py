@@ -1,0 +1,66 @@
+"""FLUX.1: double-stream blocks, then single-stream blocks whose output projection packs attention and MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import FluxTransformer2DModel as _FluxTransformer2DModel
+
+from shardwise.models.mixin import TensorParallelMixin
+from shardwise.plan.styles import PackedRowwiseParallel
+
+PLAN = {
+    "transformer_blocks.*.attn.to_q": "colwise",
+    "transformer_blocks.*.attn.to_k": "colwise",
+    "transformer_blocks.*.attn.to_v": "colwise",
+    "transformer_blocks.*.attn.to_out.0": "rowwise",
+    "transformer_blocks.*.attn.add_q_proj": "colwise",
+    "transformer_blocks.*.attn.add_k_proj": "colwise",
+    "transformer_blocks.*.attn.add_v_proj": "colwise",
+    "transformer_blocks.*.attn.to_add_out": "rowwise",
+    "transformer_blocks.*.ff.net.0.proj": "colwise",
+    "transformer_blocks.*.ff.net.2": "rowwise",
+    "transformer_blocks.*.ff_context.net.0.proj": "colwise",
+    "transformer_blocks.*.ff_context.net.2": "rowwise",
+    "single_transformer_blocks.*.attn.to_q": "colwise",
+    "single_transformer_blocks.*.attn.to_k": "colwise",
+    "single_transformer_blocks.*.attn.to_v": "colwise",
+    "single_transformer_blocks.*.proj_mlp": "colwise",
+    # Reads cat(attention, mlp): the model stores both widths on the Linear.
+    "single_transformer_blocks.*.proj_out": PackedRowwiseParallel(),
+}
+
+
+class FluxTransformer2DModel(TensorParallelMixin, _FluxTransformer2DModel):  # type: ignore[misc]
+    """The transformer of FLUX.1, with tensor parallelism. Heads: 24; whole: embeddings, modulations, norms."""
+
+    _tp_plan = PLAN
+
+
+# Sizes that no degree makes equal to one another: a size used in the wrong place must not fit by chance.
+TINY_CONFIG: dict[str, Any] = {
+    "in_channels": 8,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 12,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 20,
+    "pooled_projection_dim": 28,
+    "guidance_embeds": True,
+    "axes_dims_rope": (2, 4, 6),
+}
+
+
+def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, torch.Tensor]:
+    """Return inputs for a model of `TINY_CONFIG`: 15 image tokens (5 x 3) and 7 text tokens."""
+    image_ids = torch.cartesian_prod(torch.arange(1.0), torch.arange(5.0), torch.arange(3.0))
+    return {
+        "hidden_states": torch.randn(batch, 15, 8, generator=generator),
+        "encoder_hidden_states": torch.randn(batch, 7, 20, generator=generator),
+        "pooled_projections": torch.randn(batch, 28, generator=generator),
+        "timestep": torch.rand(batch, generator=generator),
+        "guidance": torch.rand(batch, generator=generator) * 4,
+        "img_ids": image_ids,
+        "txt_ids": torch.zeros(7, 3),
+    }

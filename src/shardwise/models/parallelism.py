@@ -1,0 +1,287 @@
+"""The calls that make a diffusers model tensor parallel: sharded while it is read, or in memory.
+
+Owns what is diffusers' own: configs, loading options, legacy keys, dtype rules. Everything about slices and
+ranks is left to `plan`, `runtime` and `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.files import Source, locate
+from shardwise.checkpoint.index import TensorEntry, read_index
+from shardwise.checkpoint.load import DtypeRule, KeyReport, load_tensors, match_keys
+from shardwise.checkpoint.read import SliceReader
+from shardwise.config import TensorParallelConfig
+from shardwise.errors import ConfigError, Finding, PlanError, UnsupportedOption
+from shardwise.plan.meta import meta_parameters
+from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
+from shardwise.runtime.group import TensorParallelGroup, attempt
+from shardwise.runtime.shard import assign, fingerprint, global_shapes, localize, shard_in_memory
+
+logger = logging.getLogger(__name__)
+
+_M = TypeVar("_M", bound=nn.Module)
+
+_HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+
+
+def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | None = None) -> _M:
+    """Shard a model that is in memory, in place, and return it.
+
+    Each rank holds the full checkpoint in memory until this returns; `from_pretrained(parallel_config=...)`
+    of a class of `shardwise.models` reads only the rank's own slices and is the better way to load. Where the
+    ranks' values differ, rank 0's win, for whole parameters and buffers as well.
+
+    Args:
+        model: Any `nn.Module` with plain parameters; unchanged when the call raises.
+        config: The degree, and the ranks. At degree 1 the model is returned as it is.
+        plan: Module patterns and styles; by default the plan declared for the model's class.
+
+    Raises:
+        ConfigError: `config` is not a tensor parallel configuration.
+        PlanError: there is no plan, or it does not fit the model at this degree.
+        UnsupportedState: the model is quantized, offloaded, has adapters, or is sharded already.
+        GroupError: there is no process group of this size, or this process is not in it.
+        RankFailure: another rank failed.
+    """
+    config = as_config(config)
+    if config.tp_degree > 1:
+        shard_in_memory(model, config, plan if plan is not None else declared_plan(type(model)))
+    return model
+
+
+def as_config(config: Any) -> TensorParallelConfig:
+    """Return `config` as a `TensorParallelConfig`; one of diffusers means the same.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    config = getattr(config, "tensor_parallel_config", config)
+    if isinstance(config, TensorParallelConfig):
+        return config
+    if type(config).__name__ == "TensorParallelConfig":
+        return TensorParallelConfig(config.tp_degree, config.mesh)
+    raise ConfigError(f"expected a shardwise.TensorParallelConfig, got {type(config).__name__}")
+
+
+def is_context_parallel(config: Any) -> bool:
+    """Return whether `config` is one of diffusers that asks for context parallelism only."""
+    config = getattr(config, "context_parallel_config", config)
+    return type(config).__name__ == "ContextParallelConfig"
+
+
+def declared_plan(cls: type) -> Plan:
+    """Return the plan of a model class: its own, or that of the class of this name in `shardwise.models`.
+
+    Raises:
+        PlanError: none is declared.
+    """
+    from shardwise import models  # this module is part of it
+
+    own = getattr(cls, "_tp_plan", None)
+    known = (
+        getattr(getattr(models, cls.__name__), "_tp_plan", None) if cls.__name__ in models.__all__ else None
+    )
+    plan = known if cls.__module__.startswith("diffusers.") and known is not None else own
+    if plan is None:
+        message = f"the class {cls.__name__} declares no _tp_plan"
+        raise PlanError([Finding("NoPlan", cls.__name__, message, "pass plan=..., or declare _tp_plan")])
+    if not isinstance(plan, Mapping):
+        message = f"_tp_plan is a {type(plan).__name__}"
+        raise PlanError(
+            [Finding("NoPlan", cls.__name__, message, "make it a dict of module pattern -> style")]
+        )
+    return plan
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The keyword arguments of diffusers' `from_pretrained`, sorted by what they mean here."""
+
+    dtype: torch.dtype | None = None
+    subfolder: str | None = None
+    variant: str | None = None
+    output_loading_info: bool = False
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Overrides of the model's config."""
+
+    @classmethod
+    def parse(cls, kwargs: Mapping[str, Any]) -> LoadOptions:
+        """Return the options, or refuse those that tensor parallelism cannot honour.
+
+        Raises:
+            UnsupportedOption: naming the option and what to do instead.
+        """
+        rest = dict(kwargs)
+        for name, (harmless, reason) in _REFUSED.items():
+            value = rest.pop(name, harmless[0])
+            if not any(value is allowed for allowed in harmless):
+                raise UnsupportedOption(
+                    f"{name}={value!r} cannot be combined with tensor parallelism: {reason}"
+                )
+        old_dtype, dtype = rest.pop("torch_dtype", None), rest.pop("dtype", None)
+        dtype = dtype if dtype is not None else old_dtype
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise UnsupportedOption(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+        for name in _WITHOUT_EFFECT:
+            rest.pop(name, None)
+        return cls(
+            dtype=dtype,
+            subfolder=rest.pop("subfolder", None),
+            variant=rest.pop("variant", None),
+            output_loading_info=rest.pop("output_loading_info", False),
+            hub={name: rest.pop(name) for name in _HUB_OPTIONS if rest.get(name) is not None},
+            model={name: value for name, value in rest.items() if name not in _HUB_OPTIONS},
+        )
+
+
+_NONE: tuple[Any, ...] = (None,)
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    # option -> (values that ask for nothing, the default first; reason)
+    "device_map": (_NONE, "each rank's slices go to that rank's own device; leave it out"),
+    "max_memory": (_NONE, "it belongs to device_map; leave it out"),
+    "offload_folder": (_NONE, "it belongs to device_map; leave it out"),
+    "offload_state_dict": ((None, False), "it belongs to device_map; leave it out"),
+    "quantization_config": (_NONE, "quantized storage cannot be sliced; load the weights unquantized"),
+    "low_cpu_mem_usage": ((True, None), "each rank builds the model without weights; leave it out"),
+    "use_flashpack": ((False, None), "a FlashPack file cannot be read in slices; use the safetensors files"),
+    "use_safetensors": ((None, True), "each rank reads slices, which needs safetensors; leave it out"),
+    "proxies": (_NONE, "set HTTPS_PROXY in the environment instead"),
+    "ignore_mismatched_sizes": (
+        (False, None),
+        "a weight of another shape would stay uninitialised; use a checkpoint of this configuration",
+    ),
+}
+_WITHOUT_EFFECT = ("disable_mmap", "flashpack_kwargs")  # no file is mapped, and FlashPack is refused
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A model without weights, and what the plan means for it: all that can be checked before reading."""
+
+    model: Any
+    plan: ResolvedPlan
+    options: LoadOptions
+
+
+def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapping[str, Any]) -> Any:
+    """Return `cls.from_pretrained(location, **kwargs)` with each rank holding its slices only.
+
+    The ranks agree three times: that the call, the plan and the configuration are sound; that they see the
+    same files; that all have read them. In between no rank waits for another.
+
+    Raises:
+        UnsupportedOption: an option that cannot be honoured; before any file is opened.
+        PlanError: the plan does not fit the model at this degree; before any weight is read.
+        CheckpointError: files that are missing, invalid, or do not fit the model.
+        GroupError, RankFailure: as `enable_parallelism`.
+    """
+    subject = f"loading {cls.__name__} from {location}"
+    attempted = attempt(lambda: _prepare(cls, location, config, kwargs))
+    group = attempted.group(config)
+    with group.agreement(subject):
+        ready = attempted.result()
+        group.check(config)
+    model = ready.model
+    shapes = global_shapes(model)
+    found = attempt(lambda: _find_weights(model, location, ready.options))
+    with group.agreement(subject, expect_equal=fingerprint(model, ready.plan) | _digest(found.value)):
+        index, keys = found.result()
+        group.check_devices()
+    with group.agreement(subject), SliceReader(group.rank, group.degree, group.device) as reader:
+        dtype = _dtype_rule(model, ready.options.dtype)
+        tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype)
+    assign(model, tensors)
+    localize(model, config, ready.plan, group, shapes)
+    vars(model)["load_report"] = report
+    model.register_to_config(_name_or_path=str(location))
+    model.eval()
+    _report_keys(subject, keys, group)
+    return (model, _loading_info(keys)) if ready.options.output_loading_info else model
+
+
+def _prepare(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapping[str, Any]) -> _Prepared:
+    options = LoadOptions.parse(kwargs)
+    plan = declared_plan(cls)
+    model_config, unused = cls.load_config(
+        location, subfolder=options.subfolder, return_unused_kwargs=True, **options.hub, **options.model
+    )
+    if model_config.get("quantization_config") is not None:
+        raise UnsupportedOption(
+            f"{location} is a quantized checkpoint (quantization_config in its config): "
+            "quantized storage cannot be sliced; use the unquantized weights"
+        )
+    with meta_parameters(), _default_dtype(options.dtype):
+        model = cls.from_config(copy.deepcopy(model_config), **unused)
+    return _Prepared(model, resolve(model, plan, config.tp_degree), options)
+
+
+def _find_weights(
+    model: Any, location: Any, options: LoadOptions
+) -> tuple[dict[str, TensorEntry], KeyReport]:
+    source = Source(str(location), options.subfolder, options.variant, hub=options.hub)
+    index = read_index(locate(source))
+    if hasattr(model, "_fix_state_dict_keys_on_load"):
+        model._fix_state_dict_keys_on_load(index)  # diffusers' renames of old attention keys
+    keys = match_keys(model, index, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    keys.raise_for_errors(str(source))
+    return index, keys
+
+
+def _digest(found: tuple[dict[str, TensorEntry], KeyReport] | None) -> dict[str, object]:
+    """Return what the ranks must see alike in the files: the sum of tensors, and their bytes."""
+    index = found[0] if found else {}
+    return {"checkpoint_tensors": len(index), "checkpoint_bytes": sum(e.nbytes for e in index.values())}
+
+
+def _dtype_rule(model: Any, requested: torch.dtype | None) -> DtypeRule:
+    """Return diffusers' dtype rule: the requested one, fp32 for modules to be kept so, integers as they are."""
+    keep = getattr(model, "_keep_in_fp32_modules", None) or ()
+    keep_in_fp32 = {keep} if isinstance(keep, str) else set(keep)
+
+    def rule(name: str, stored: torch.dtype, built: torch.dtype) -> torch.dtype:
+        if requested is None or not stored.is_floating_point:
+            return built
+        return torch.float32 if keep_in_fp32 & set(name.split(".")) else requested
+
+    return rule
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Build with `dtype` as torch's default, as diffusers does: buffers are computed in it."""
+    before = torch.get_default_dtype()
+    if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _report_keys(subject: str, keys: KeyReport, group: TensorParallelGroup) -> None:
+    if group.rank == 0 and keys.unexpected:
+        logger.warning(
+            "%s: %d keys were not used: %s", subject, len(keys.unexpected), ", ".join(keys.unexpected)
+        )
+    if group.rank == 0 and keys.computed:
+        logger.warning("%s: buffers not in the checkpoint: %s", subject, ", ".join(keys.computed))
+
+
+def _loading_info(keys: KeyReport) -> dict[str, list[Any]]:
+    return {
+        "missing_keys": list(keys.computed),
+        "unexpected_keys": list(keys.unexpected),
+        "mismatched_keys": [],
+        "error_msgs": [],
+    }

@@ -1,0 +1,83 @@
+"""How a tensor lies on the ranks, as integers: the one place that says which part rank r owns.
+
+Loading, in-memory sharding, the memory forecast and everything else that cuts a tensor ask `Shard`; nobody
+computes an offset anywhere else. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of indices along one dim: `start`, `start + 1`, ..., `start + length - 1`."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """The first index after the run."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank holds the whole tensor."""
+
+    def local_shape(self, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+        """Return `shape`: a replicated tensor has its full size on each rank."""
+        return shape
+
+    def __str__(self) -> str:
+        """Return the word used in reports."""
+        return "replicated"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank holds piece r of every block along `dim`, in block order.
+
+    `blocks` are the sizes of the tensors that are fused along `dim`; they sum to its size. A plain weight
+    has one block. Fused q, k and v have three: cutting their sum in equal parts would give rank 0 all of q
+    and half of k.
+    """
+
+    dim: int
+    blocks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The full size of the sharded dim."""
+        return sum(self.blocks)
+
+    def indivisible(self, degree: int) -> tuple[int, ...]:
+        """Return the positions of the blocks that `degree` does not divide."""
+        return tuple(i for i, block in enumerate(self.blocks) if block % degree)
+
+    def spans(self, rank: int, degree: int) -> tuple[Span, ...]:
+        """Return what `rank` of `degree` owns along `dim`: one span per block, in ascending order."""
+        spans, offset = [], 0
+        for block in self.blocks:
+            piece = block // degree
+            spans.append(Span(offset + rank * piece, piece))
+            offset += block
+        return tuple(spans)
+
+    def local_shape(self, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+        """Return the shape of one rank's piece of a tensor of `shape`."""
+        return (*shape[: self.dim], self.size // degree, *shape[self.dim + 1 :])
+
+    def __str__(self) -> str:
+        """Return e.g. `shard(dim 0)` or `shard(dim 0, blocks 64+64+64)`."""
+        blocks = f", blocks {'+'.join(map(str, self.blocks))}" if len(self.blocks) > 1 else ""
+        return f"shard(dim {self.dim}{blocks})"
+
+
+Layout = Replicated | Shard
+
+
+def divisors(number: int) -> list[int]:
+    """Return the positive divisors of `number` in ascending order."""
+    return [d for d in range(1, number + 1) if number % d == 0]

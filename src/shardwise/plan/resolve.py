@@ -1,0 +1,230 @@
+"""From patterns to layouts: what a plan means for one model and one degree.
+
+Works on any model, also one without weights (meta device): it reads module types, shapes and integer
+attributes, changes nothing, needs no process group, and reports all faults of a plan at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from torch import nn
+
+from shardwise.errors import Finding, PlanError
+from shardwise.plan import heads
+from shardwise.plan.layout import Layout, Replicated
+from shardwise.plan.styles import Style, StyleFault, as_style
+
+_T = TypeVar("_T")
+
+Plan = Mapping[str, object]
+"""A plan as users write it: module pattern -> style."""
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """One module that the plan touches."""
+
+    path: str
+    plan_key: str
+    style: Style
+    layouts: Mapping[str, Layout]
+    """Layout of each own parameter, by its name in the module."""
+    attributes: Mapping[str, int]
+    """Integer attributes and their values on a rank."""
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """The one table of who owns what: every planned module, and the layout of every planned parameter."""
+
+    degree: int
+    modules: tuple[PlannedModule, ...]
+    layouts: Mapping[str, Layout]
+    """Layout of each planned parameter by its full name; parameters that are not listed are whole."""
+
+    def layout(self, name: str) -> Layout:
+        """Return the layout of a parameter or buffer by its full name."""
+        return self.layouts.get(name, Replicated())
+
+
+def resolve(model: nn.Module, plan: Plan, degree: int) -> ResolvedPlan:
+    """Return what `plan` means for `model` on `degree` ranks.
+
+    Args:
+        model: The whole model; its parameters may be on the meta device.
+        plan: Module patterns and styles. A pattern is a module path relative to the model with at most one
+            `*`, which stands for every element of an `nn.ModuleList`.
+        degree: Number of ranks.
+
+    Raises:
+        PlanError: with a finding for each fault: patterns that match nothing or are malformed, modules
+            matched twice, styles that do not fit their module, blocks or heads that `degree` does not
+            divide, shared parameters that would be cut in two ways.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    config = getattr(model, "config", None)
+    findings: list[Finding] = []
+    planned = _match(modules, plan, findings)
+    findings += heads.undivided(modules, planned)
+    findings += heads.indivisible(config, degree)
+    entries = [(path, key, style) for path, (key, style) in planned.items()]
+    entries += heads.derive(modules, planned)
+    resolved = [
+        _plan_module(modules[path], path, key, style, degree, findings) for path, key, style in entries
+    ]
+    layouts = {f"{m.path}.{name}".lstrip("."): at for m in resolved if m for name, at in m.layouts.items()}
+    findings += _shared(model, layouts)
+    if findings:
+        fit = [d for d in range(1, _LARGEST_DEGREE + 1) if _fits(modules, entries, config, d)]
+        raise PlanError(_collapse(findings), f"{type(model).__name__} at tp_degree {degree}", fit)
+    return ResolvedPlan(degree, tuple(m for m in resolved if m), layouts)
+
+
+_LARGEST_DEGREE = 64  # how far messages look for degrees that would work
+
+_Entries = Iterable[tuple[str, str, Style]]  # path, plan key, style
+
+
+def _fits(modules: Mapping[str, nn.Module], entries: _Entries, config: object, degree: int) -> bool:
+    """Return whether `degree` divides all blocks and heads, whatever else may be wrong with the plan."""
+    if any(heads.indivisible(config, degree)):
+        return False
+    return not any(_faults(modules[path], style, degree) for path, _, style in entries)
+
+
+def _faults(module: nn.Module, style: Style, degree: int) -> list[StyleFault]:
+    try:
+        return list(style.faults(module, degree))
+    except StyleFault:  # the style does not take this module at any degree
+        return []
+
+
+def _match(
+    modules: Mapping[str, nn.Module], plan: Plan, findings: list[Finding]
+) -> dict[str, tuple[str, Style]]:
+    """Return path -> (plan key, style) for every module that a pattern matches."""
+    planned: dict[str, tuple[str, Style]] = {}
+    taken: dict[int, str] = {}  # module id -> the key that matched it first
+    for key, value in plan.items():
+        paths = _attempt(partial(_expand, modules, key), key, findings) or []
+        style = _attempt(partial(as_style, value), key, findings)
+        for path in paths:
+            first = taken.setdefault(id(modules[path]), key)
+            if first != key:
+                fix = "keep one of the two keys"
+                findings.append(Finding("MatchedTwice", path, f'also matched by "{first}"', fix, key))
+            elif style is not None:
+                planned[path] = (key, style)
+    return planned
+
+
+def _attempt(step: Callable[[], _T], key: object, findings: list[Finding]) -> _T | None:
+    """Return what `step` returns; a fault becomes a finding of `key` and gives None."""
+    try:
+        return step()
+    except StyleFault as fault:
+        findings.append(_finding(fault, str(key), str(key)))
+        return None
+
+
+def _expand(modules: Mapping[str, nn.Module], key: object) -> list[str]:
+    """Return the paths of the modules that a plan key means.
+
+    Raises:
+        StyleFault: the key is malformed, or matches nothing.
+    """
+    if not isinstance(key, str):
+        raise StyleFault(
+            "BadKey", f"a plan key is a module path, not a {type(key).__name__}", "write a string"
+        )
+    if key.count("*") > 1:
+        raise StyleFault(
+            "TwoWildcards", "a key may hold one '*' at most", "write one key for each inner list"
+        )
+    prefix, star, suffix = key.partition("*")
+    if not star:
+        paths = [key]
+    else:
+        container = modules.get(prefix.removesuffix(".")) if prefix.endswith(".") or not prefix else None
+        if container is not None and not isinstance(container, nn.ModuleList):
+            raise StyleFault(
+                "NotAModuleList",
+                f"'*' stands for the elements of an nn.ModuleList, {prefix.removesuffix('.') or 'the model'!r} "
+                f"is a {type(container).__name__}",
+                "spell out the paths, one key each",
+            )
+        paths = [f"{prefix}{i}{suffix}" for i in range(len(container))] if container is not None else []
+    # Some blocks may lack a child (the last block of SD3 has no ff_context): those are skipped.
+    found = [path for path in paths if path in modules]
+    if not found:
+        raise StyleFault("UnmatchedKey", "matches no module of the model", _nearest(modules, key))
+    return found
+
+
+def _nearest(modules: Mapping[str, nn.Module], key: str) -> str:
+    """Return a hint with the patterns that look most like `key`."""
+    patterns = dict.fromkeys(_pattern(modules, path) for path in modules if path)
+    close = difflib.get_close_matches(key, patterns, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else "take the key out"
+
+
+def _pattern(modules: Mapping[str, nn.Module], path: str) -> str:
+    """Return `path` with its first list index replaced by `*`."""
+    parts = path.split(".")
+    for i in range(1, len(parts)):
+        if isinstance(modules[".".join(parts[:i])], nn.ModuleList):
+            return ".".join([*parts[:i], "*", *parts[i + 1 :]])
+    return path
+
+
+def _plan_module(
+    module: nn.Module, path: str, key: str, style: Style, degree: int, findings: list[Finding]
+) -> PlannedModule | None:
+    """Apply one style to one module; faults become findings and give None."""
+    try:
+        layouts = style.layouts(module)
+    except StyleFault as fault:
+        findings.append(_finding(fault, path, key))
+        return None
+    faults = [_finding(fault, path, key) for fault in style.faults(module, degree)]
+    findings += faults
+    if faults:
+        return None
+    local = {name: getattr(module, name) // degree for name in style.attributes(module)}
+    return PlannedModule(path, key, style, layouts, local)
+
+
+def _shared(model: nn.Module, layouts: Mapping[str, Layout]) -> Iterator[Finding]:
+    """Yield a finding for each parameter that several modules share and the plan would cut differently."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    for first, *others in names.values():
+        for other in others:
+            if layouts.get(first, Replicated()) != layouts.get(other, Replicated()):
+                yield Finding(
+                    kind="SharedParameter",
+                    module=first,
+                    message=f"is one tensor with {other}, and the plan cuts the two differently",
+                    fix="plan both modules the same way, or leave both whole",
+                )
+
+
+def _finding(fault: StyleFault, module: str, key: str) -> Finding:
+    return Finding(fault.kind, module, fault.message, fault.fix, key)
+
+
+def _collapse(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings with those that repeat from block to block merged into one with a count."""
+    merged: dict[tuple[str, ...], Finding] = {}
+    for finding in findings:
+        same = (finding.kind, finding.plan_key or finding.module, finding.message, finding.fix)
+        first = merged.get(same)
+        merged[same] = replace(first, count=first.count + 1) if first else finding
+    return list(merged.values())

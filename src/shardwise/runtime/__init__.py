@@ -1,0 +1,1 @@
+"""The runtime half: process groups, local modules, and turning a model into a rank's part of it."""

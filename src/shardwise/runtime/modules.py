@@ -1,0 +1,68 @@
+"""The local modules: ordinary `nn.Linear`s of a rank's size, with a collective where the mathematics needs one.
+
+A planned module becomes one of these by a change of class, so that its parameters, its state-dict keys and
+`isinstance(module, nn.Linear)` stay as they were, and printing the model shows what is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.nn.functional import linear as matmul
+
+from shardwise.plan.layout import Layout, Shard
+from shardwise.runtime.collectives import enter_shard, reduce_partial, split_last_dim
+from shardwise.runtime.group import TensorParallelGroup
+
+
+class LocalLinear(nn.Linear):
+    """A rank's slice of a Linear.
+
+    Attributes:
+        tp_group: The ranks that hold the other slices.
+        tp_shard: How the whole weight (out_features x in_features) is cut.
+    """
+
+    tp_group: TensorParallelGroup
+    tp_shard: Shard
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear, group: TensorParallelGroup, layouts: Mapping[str, Layout]) -> None:
+        """Make `linear`, whose parameters are local already, a module of this class."""
+        shard = layouts["weight"]
+        assert isinstance(shard, Shard)
+        linear.__class__ = cls
+        vars(linear).update(tp_group=group, tp_shard=shard)
+
+    def extra_repr(self) -> str:
+        """Return the local sizes, the layout of the weight, and the rank."""
+        return f"{super().extra_repr()}, {self.tp_shard}, rank {self.tp_group.rank} of {self.tp_group.degree}"
+
+
+class ColwiseLinear(LocalLinear):
+    """Holds some rows of the weight: maps a whole input (..., in) to its slice of the output (..., out / degree)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's output features; no communication."""
+        return matmul(enter_shard(input, self.tp_group), self.weight, self.bias)
+
+
+class RowwiseLinear(LocalLinear):
+    """Holds some columns of the weight: maps a slice of the input (..., in / degree) to the whole output (..., out).
+
+    The bias is whole on each rank and is added after the reduction, once.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the whole output; one all-reduce."""
+        output = reduce_partial(matmul(input, self.weight), self.tp_group)
+        return output if self.bias is None else output + self.bias
+
+
+class RowwiseSplitInputLinear(RowwiseLinear):
+    """A `RowwiseLinear` that is given the whole input (..., in) and takes its own slice of it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the whole output; one all-reduce."""
+        return super().forward(split_last_dim(input, Shard(-1, self.tp_shard.blocks), self.tp_group))

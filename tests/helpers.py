@@ -1,0 +1,71 @@
+"""Small tools that several tests use: random weights, comparing outputs, tiny models on disk."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import models
+
+FAMILIES = sorted(models.FAMILIES)
+
+
+def family(name: str) -> Any:
+    """Return the module of a model class: its class, `PLAN`, `TINY_CONFIG` and `tiny_inputs`."""
+    return import_module(f"shardwise.models.{models.FAMILIES[name]}")
+
+
+def randomize(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Fill every parameter with random numbers that are not zero: zero-initialised gates would hide errors."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if parameter.dim() >= 2:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.copy_(0.2 * noise + (1.0 if name.endswith("weight") else 0.0))
+    return model.eval()
+
+
+def tiny_model(name: str, stock: bool = False, **config: Any) -> Any:
+    """Return a tiny model of a class of `shardwise.models`, or the diffusers class of the same name."""
+    module = family(name)
+    cls = getattr(import_module("diffusers"), name) if stock else getattr(module, name)
+    return randomize(cls(**{**module.TINY_CONFIG, **config}))
+
+
+def tiny_inputs(name: str, seed: int = 0, **kwargs: Any) -> dict[str, Any]:
+    """Return inputs for a tiny model."""
+    return family(name).tiny_inputs(torch.Generator().manual_seed(seed), **kwargs)
+
+
+def save_tiny(name: str, folder: Path, max_shard_size: str = "10GB", **config: Any) -> Any:
+    """Write a tiny model as its diffusers class would, and return it."""
+    model = tiny_model(name, stock=True, **config)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """Return the output tensors of a diffusers model."""
+    return list(model(**inputs, return_dict=False))
+
+
+def relative_error(actual: list[Tensor] | Tensor, expected: list[Tensor] | Tensor) -> float:
+    """Return the largest absolute difference, over the largest absolute value of `expected`."""
+    actual = [actual] if isinstance(actual, Tensor) else actual
+    expected = [expected] if isinstance(expected, Tensor) else expected
+    assert len(actual) == len(expected) > 0
+    assert all(a.shape == e.shape for a, e in zip(actual, expected, strict=True))
+    errors = [
+        ((a.double() - e.double()).abs().max() / e.double().abs().max()).item()
+        for a, e in zip(actual, expected, strict=True)
+    ]
+    assert all(torch.isfinite(e).all() and e.abs().max() > 0 for e in expected)
+    return max(errors)

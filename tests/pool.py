@@ -1,0 +1,106 @@
+"""Ranks that stay alive between tests: importing torch and diffusers once per rank, not once per test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 120
+CALL_SECONDS = 240
+COLLECTIVE_SECONDS = 60
+
+
+class RankError(AssertionError):
+    """A function failed on some ranks."""
+
+
+class Pool:
+    """N gloo ranks, each a process of its own, that run the same function and return its results."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a module-level function on every rank and return the results in rank order.
+
+        Raises:
+            RankError: with the tracebacks of the ranks that raised, or that did not answer in time.
+        """
+        if not self._ranks:
+            self._start()
+        for _, connection in self._ranks:
+            connection.send((function, args, kwargs))
+        deadline = time.monotonic() + CALL_SECONDS
+        answers = [self._receive(connection, deadline) for _, connection in self._ranks]
+        errors = [f"--- rank {rank}\n{text}" for rank, (kind, text) in enumerate(answers) if kind != "value"]
+        if any(kind == "silent" for kind, _ in answers):
+            self.stop()
+        if errors:
+            raise RankError("\n".join(errors))
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        """End all ranks; the next call starts new ones."""
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self._ranks = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp(prefix="shardwise-tests-")) / "store"
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store, there), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+        deadline = time.monotonic() + START_SECONDS
+        for rank, (_, connection) in enumerate(self._ranks):
+            kind, text = self._receive(connection, deadline)
+            if kind != "value":
+                self.stop()
+                raise RankError(f"rank {rank} of {self.size} did not start: {text}")
+
+    def _receive(self, connection: Connection, deadline: float) -> tuple[str, Any]:
+        try:
+            if connection.poll(max(0.0, deadline - time.monotonic())):
+                return connection.recv()
+        except EOFError:
+            return "silent", "the process died"
+        return "silent", f"no answer in {CALL_SECONDS} s"
+
+
+def _serve(rank: int, size: int, store: Path, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    warnings.simplefilter("error")
+    connection.send(("value", None))
+    while True:
+        try:
+            function, args, kwargs = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("value", function(*args, **kwargs)))
+        except BaseException:
+            connection.send(("error", traceback.format_exc()))
