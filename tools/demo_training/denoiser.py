@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
+import torch.nn.functional as F
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
@@ -165,7 +165,7 @@ def embed(text_encoder: Qwen3ForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:
 def denoising_loss(
     transformer: Flux2Transformer2DModel, latents: Tensor, prompt: Tensor, times: Tensor
 ) -> Tensor:
-    """Tell how badly the transformer guesses the way from latents to noise, halfway along at the given times."""
+    """Tell how badly the transformer guesses the way from latents to noise, shown a mix of both (1: all noise)."""
     noise = torch.randn_like(latents)
     noisy = torch.lerp(latents, noise, times.view(-1, 1, 1))
     side = round(latents.shape[1] ** 0.5)

@@ -24,7 +24,7 @@ from shardwise.config import TensorParallelConfig
 from shardwise.errors import ConfigError, Finding, PlanError, UnsupportedOption
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
-from shardwise.runtime.group import TensorParallelGroup, attempt
+from shardwise.runtime.group import FILE_PATIENCE, TensorParallelGroup, attempt
 from shardwise.runtime.shard import assign, fingerprint, global_shapes, localize, shard_in_memory
 
 logger = logging.getLogger(__name__)
@@ -195,12 +195,14 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
     model = ready.model
     shapes = global_shapes(model)
     found = attempt(lambda: _find_weights(model, location, ready.options))
-    with group.agreement(subject, expect_equal=fingerprint(model, ready.plan) | _digest(found.value)):
+    seen = fingerprint(model, ready.plan) | (_digest(found.value) if found.value else {})
+    with group.agreement(subject, expect_equal=seen, patience=FILE_PATIENCE):
         index, keys = found.result()
         group.check_devices()
-    with group.agreement(subject), SliceReader(group.rank, group.degree, group.device) as reader:
-        dtype = _dtype_rule(model, ready.options.dtype)
-        tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype)
+    dtype = _dtype_rule(model, ready.options.dtype)
+    with group.agreement(subject, patience=FILE_PATIENCE):  # nothing else is sent while ranks read
+        with SliceReader(group.rank, group.degree, group.device) as reader:
+            tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype)
     assign(model, tensors)
     localize(model, config, ready.plan, group, shapes)
     vars(model)["load_report"] = report
@@ -238,9 +240,9 @@ def _find_weights(
     return index, keys
 
 
-def _digest(found: tuple[dict[str, TensorEntry], KeyReport] | None) -> dict[str, object]:
+def _digest(found: tuple[dict[str, TensorEntry], KeyReport]) -> dict[str, object]:
     """Return what the ranks must see alike in the files: the sum of tensors, and their bytes."""
-    index = found[0] if found else {}
+    index, _ = found
     return {"checkpoint_tensors": len(index), "checkpoint_bytes": sum(e.nbytes for e in index.values())}
 
 

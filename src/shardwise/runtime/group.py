@@ -1,12 +1,14 @@
 """The ranks that share one model, and the only place that calls collectives.
 
 A `TensorParallelGroup` knows its members, this rank's coordinate among them, and its device. Tensor
-collectives run on the group the user made (NCCL, gloo, ...). Agreements about errors run on a gloo group of
-the same ranks with its own, long time-out, so that a slow reader is not killed by the watchdog of the first.
+collectives run on the group the user made (NCCL, gloo, ...). Agreements about errors go through that group's
+store, with a time-out of their own: a rank that reads its checkpoint slowly is not killed by the watchdog of
+the backend, and no device is involved in reporting that one has failed.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +27,13 @@ from shardwise.errors import GroupError, RankFailure
 
 _T = TypeVar("_T")
 
-AGREEMENT_TIMEOUT = timedelta(hours=2)
-"""How long a rank waits for the slowest other rank to finish reading a checkpoint."""
+PATIENCE = timedelta(minutes=30)
+"""How long a rank waits for the others to enter a step."""
+
+FILE_PATIENCE = timedelta(hours=2)
+"""How long it waits for the slowest of them to download or read files."""
+
+_turns: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 _LAUNCH_HINT = (
     "start the script with `torchrun --nproc-per-node N script.py` and call "
@@ -116,14 +123,35 @@ class TensorParallelGroup:
         dist.broadcast(tensor, group_src=0, group=self.process_group)
         return tensor
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order."""
-        values: list[Any] = [None] * self.degree
-        dist.all_gather_object(values, value, group=_agreement_group(self.process_group))
+    def exchange(self, value: Any, patience: timedelta = PATIENCE) -> list[Any]:
+        """Return every rank's `value`, in rank order; it must be plain data that JSON can write.
+
+        Raises:
+            RankFailure: a rank did not answer within `patience`.
+        """
+        store, turn = self.process_group.get_group_store(), self._next_turn()
+        store.set(f"shardwise/{turn}/{self.rank}", json.dumps(value))
+        values = []
+        for rank in range(self.degree):
+            key = f"shardwise/{turn}/{rank}"
+            try:
+                store.wait([key], patience)
+            except dist.DistStoreError as error:
+                raise RankFailure(f"rank {rank} of {self.degree} did not answer within {patience}") from error
+            values.append(json.loads(store.get(key)))
+        # All have entered this turn, so all are done with the one before.
+        store.delete_key(f"shardwise/{turn - 1}/{self.rank}")
         return values
 
+    def _next_turn(self) -> int:
+        """Count the exchanges of this process group; all its members count alike."""
+        _turns[self.process_group] = turn = _turns.get(self.process_group, 0) + 1
+        return turn
+
     @contextmanager
-    def agreement(self, step: str, expect_equal: object = None) -> Iterator[None]:
+    def agreement(
+        self, step: str, expect_equal: object = None, patience: timedelta = PATIENCE
+    ) -> Iterator[None]:
         """Take a step on all ranks or on none: if it fails on one, every rank raises.
 
         A rank that fails raises its own error. The others raise `RankFailure` with that rank's message,
@@ -132,19 +160,21 @@ class TensorParallelGroup:
         Args:
             step: What is being done, for the message.
             expect_equal: A printable value that must be the same on all ranks.
+            patience: How long to wait for the slowest rank.
         """
         error: Exception | None = None
         try:
             yield
         except Exception as caught:  # shown to the other ranks, then raised again
             error = caught
-        reports = self.gather_objects((f"{type(error).__name__}: {error}" if error else None, expect_equal))
+        message = f"{type(error).__name__}: {error}" if error else None
+        reports = self.exchange([message, str(expect_equal)], patience)
         if error is not None:
             raise error
-        for rank, (message, _) in enumerate(reports):
-            if message is not None:
-                raise RankFailure(f"{step} failed on rank {rank} of {self.degree}: {message}")
-        if len({repr(value) for _, value in reports}) > 1:
+        for rank, (failure, _) in enumerate(reports):
+            if failure is not None:
+                raise RankFailure(f"{step} failed on rank {rank} of {self.degree}: {failure}")
+        if len({value for _, value in reports}) > 1:
             listing = "\n".join(f"  rank {rank}: {value}" for rank, (_, value) in enumerate(reports))
             raise RankFailure(f"{step}: the ranks differ\n{listing}")
 
@@ -156,7 +186,7 @@ class TensorParallelGroup:
         """
         if self.device.type == "cpu":
             return
-        places = self.gather_objects((socket.gethostname(), str(self.device)))
+        places = self.exchange([socket.gethostname(), str(self.device)])
         for rank, place in enumerate(places):
             first = places.index(place)
             if first != rank:
@@ -250,16 +280,3 @@ def _current_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.accelerator.current_device_index())
-
-
-_agreement_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def _agreement_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the gloo group of the same ranks, made once; only its members take part in making it."""
-    if process_group not in _agreement_groups:
-        ranks = dist.get_process_group_ranks(process_group)
-        _agreement_groups[process_group] = dist.new_group(
-            ranks, timeout=AGREEMENT_TIMEOUT, backend="gloo", use_local_synchronization=True
-        )
-    return _agreement_groups[process_group]

@@ -6,12 +6,12 @@ A planned module becomes one of these by a change of class, so that its paramete
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 from torch.nn.functional import linear as matmul
 
-from shardwise.plan.layout import Layout, Shard
+from shardwise.errors import Finding, PlanError
+from shardwise.plan.layout import Shard
+from shardwise.plan.resolve import PlannedModule
 from shardwise.runtime.collectives import enter_shard, reduce_partial, split_last_dim
 from shardwise.runtime.group import TensorParallelGroup
 
@@ -21,19 +21,24 @@ class LocalLinear(nn.Linear):
 
     Attributes:
         tp_group: The ranks that hold the other slices.
-        tp_shard: How the whole weight (out_features x in_features) is cut.
+        tp_planned: The module's entry in the resolved plan: its path, its style, and how its weight is cut.
     """
 
     tp_group: TensorParallelGroup
-    tp_shard: Shard
+    tp_planned: PlannedModule
 
     @classmethod
-    def adopt(cls, linear: nn.Linear, group: TensorParallelGroup, layouts: Mapping[str, Layout]) -> None:
+    def adopt(cls, linear: nn.Linear, group: TensorParallelGroup, planned: PlannedModule) -> None:
         """Make `linear`, whose parameters are local already, a module of this class."""
-        shard = layouts["weight"]
-        assert isinstance(shard, Shard)
         linear.__class__ = cls
-        vars(linear).update(tp_group=group, tp_shard=shard)
+        vars(linear).update(tp_group=group, tp_planned=planned)
+
+    @property
+    def tp_shard(self) -> Shard:
+        """How the whole weight (out_features x in_features) is cut."""
+        shard = self.tp_planned.layouts["weight"]
+        assert isinstance(shard, Shard)
+        return shard
 
     def extra_repr(self) -> str:
         """Return the local sizes, the layout of the weight, and the rank."""
@@ -55,9 +60,28 @@ class RowwiseLinear(LocalLinear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the whole output; one all-reduce."""
+        """Return the whole output; one all-reduce.
+
+        Raises:
+            PlanError: the input is whole, where the plan promised a slice of it.
+        """
+        if input.shape[-1] != self.in_features:
+            raise self._unexpected_input(input.shape[-1])
         output = reduce_partial(matmul(input, self.weight), self.tp_group)
         return output if self.bias is None else output + self.bias
+
+    def _unexpected_input(self, width: int) -> PlanError:
+        whole = width == self.tp_shard.size
+        finding = Finding(
+            kind="WholeInput" if whole else "InputWidth",
+            module=self.tp_planned.path,
+            plan_key=self.tp_planned.plan_key,
+            message=f"expects this rank's {self.in_features} of {self.tp_shard.size} input features, "
+            f"got {'all of them' if whole else width}",
+            fix='use "rowwise_split_input" if its input is whole on every rank; '
+            "otherwise shard what produces the input with a colwise style",
+        )
+        return PlanError([finding], "a tensor parallel model in its forward")
 
 
 class RowwiseSplitInputLinear(RowwiseLinear):

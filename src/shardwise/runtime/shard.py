@@ -141,7 +141,7 @@ def localize(
         for name, value in planned.attributes.items():
             setattr(module, name, value)
         if planned.style.runtime_class is not None:
-            getattr(modules, planned.style.runtime_class).adopt(module, group, planned.layouts)
+            getattr(modules, planned.style.runtime_class).adopt(module, group, planned)
     vars(model)[_STATE] = Sharding(config, plan, group, shapes)
     # diffusers asks this attribute before it loads an adapter or offloads; it then refuses, as long as we do.
     vars(model)["_parallel_config"] = SimpleNamespace(

@@ -1,0 +1,80 @@
+"""Sub-meshes of a larger world: the slice follows the mesh coordinate, and outsiders get a clear error."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import TensorParallelConfig, enable_parallelism
+from shardwise.errors import GroupError
+from tests import tolerances
+from tests.helpers import outputs, randomize, relative_error
+from tests.pool import Pool
+from tests.small_models import Mlp, Transformer, small_input
+
+
+def _strided_meshes() -> tuple[int, int, float]:
+    """Shard over the ranks [0, 2] and [1, 3]; return which half of `up` is here, and the error."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))["tp"]
+    whole = randomize(Mlp())
+    sharded = enable_parallelism(copy.deepcopy(whole), config=TensorParallelConfig(mesh=mesh))
+    halves = whole.up.weight.chunk(2)
+    mine = next(i for i in range(2) if torch.equal(halves[i], sharded.up.weight))
+    return (
+        mesh.size(),
+        mine,
+        relative_error(outputs(sharded, small_input(Mlp)), outputs(whole, small_input(Mlp))),
+    )
+
+
+def test_L1_slice_follows_the_mesh_coordinate_and_not_the_global_rank(four_ranks: Pool) -> None:
+    results = four_ranks.run(_strided_meshes)
+    assert [mine for _, mine, _ in results] == [0, 0, 1, 1]
+    assert max(error for _, _, error in results) < tolerances.FP32
+
+
+def _outsider() -> str:
+    mesh = DeviceMesh("cpu", [1, 2])
+    whole = randomize(Transformer())
+    try:
+        sharded = enable_parallelism(copy.deepcopy(whole), config=TensorParallelConfig(mesh=mesh))
+    except GroupError as error:
+        return str(error)
+    inputs = small_input(Transformer)
+    assert relative_error(outputs(sharded, inputs), outputs(whole, inputs)) < tolerances.FP32
+    return f"member {mesh.get_local_rank()}"
+
+
+def test_rank_outside_of_the_mesh_gets_a_clear_error_while_the_members_work(four_ranks: Pool) -> None:
+    first, second, third, fourth = four_ranks.run(_outsider)
+    assert (second, third) == ("member 0", "member 1")
+    assert "rank 0 is not in the mesh [1, 2]" in first
+    assert "rank 3 is not in the mesh [1, 2]" in fourth
+
+
+def _started_differently(sub_mesh: bool) -> tuple[float, bool]:
+    """Seed the model by rank, change a buffer on one, shard; compare with the group's first rank."""
+    config = TensorParallelConfig(tp_degree=dist.get_world_size())
+    first = 0
+    if sub_mesh:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        config, first = TensorParallelConfig(mesh=mesh), 2 * (dist.get_rank() // 2)
+    model = randomize(Transformer(), seed=100 + dist.get_rank())
+    model.table *= 1 + dist.get_rank()
+    enable_parallelism(model, config=config)
+    reference = randomize(Transformer(), seed=100 + first)
+    reference.table *= 1 + first
+    inputs = small_input(Transformer)
+    error = relative_error(outputs(model, inputs), outputs(reference, inputs))
+    whole_bias = torch.equal(model.blocks[0].to_out[0].bias, reference.blocks[0].to_out[0].bias)
+    return error, whole_bias and torch.equal(model.table, reference.table)
+
+
+def test_models_seeded_differently_end_with_the_first_ranks_values_everywhere(four_ranks: Pool) -> None:
+    for sub_mesh in (False, True):
+        for error, whole_tensors_equal in four_ranks.run(_started_differently, sub_mesh):
+            assert error < tolerances.FP32
+            assert whole_tensors_equal

@@ -1,0 +1,103 @@
+"""Broken on purpose: the comparison that the other tests assert must fail on each of these."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise import DivideAttributes, TensorParallelConfig, enable_parallelism
+from shardwise.models.flux2 import PLAN as FLUX2_PLAN
+from shardwise.plan.layout import Shard
+from shardwise.runtime import modules
+from shardwise.runtime.group import TensorParallelGroup
+from tests import tolerances
+from tests.helpers import outputs, randomize, relative_error, tiny_inputs, tiny_model
+from tests.pool import Pool
+from tests.small_models import Glu, Mlp, Parallel, Transformer, small_input
+
+
+def _error(whole: nn.Module, inputs: dict[str, Any], plan: Any = None) -> float:
+    config = TensorParallelConfig(tp_degree=dist.get_world_size())
+    sharded = enable_parallelism(copy.deepcopy(whole), config=config, plan=plan)
+    return relative_error(outputs(sharded, inputs), outputs(whole, inputs))
+
+
+def _plain_on_fused() -> float:
+    return _error(randomize(Glu()), small_input(Glu), {"gate_value": "colwise", "down": "rowwise"})
+
+
+def _plain_on_flux2() -> float:
+    plan = FLUX2_PLAN | {"transformer_blocks.*.ff.linear_in": "colwise"}
+    return _error(tiny_model("Flux2Transformer2DModel"), tiny_inputs("Flux2Transformer2DModel"), plan)
+
+
+def _undeclared_blocks() -> float:
+    """The blocks that `Parallel` declares are taken away, so nothing can notice the plain cut."""
+    model = randomize(Parallel())
+    for block in model.blocks:
+        del block.proj_in._tp_packed_col_blocks, block.proj_out._tp_packed_row_blocks
+    return _error(
+        model, small_input(Parallel), {"blocks.*.proj_in": "colwise", "blocks.*.proj_out": "rowwise"}
+    )
+
+
+def _heads_not_divided() -> float:
+    plan = Transformer._tp_plan | {"blocks.*": DivideAttributes()}
+    return _error(randomize(Transformer()), small_input(Transformer), plan)
+
+
+def _bias_on_each_rank() -> float:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return self.tp_group.all_reduce(F.linear(input, self.weight, self.bias))
+
+    with mock.patch.object(modules.RowwiseLinear, "forward", forward):
+        return _error(randomize(Mlp()), small_input(Mlp))
+
+
+def _no_reduction() -> float:
+    with mock.patch.object(TensorParallelGroup, "all_reduce", lambda self, tensor: tensor):
+        return _error(randomize(Mlp()), small_input(Mlp))
+
+
+def _slice_of_another_rank() -> float:
+    """Take the slices of colwise layers in reverse order of the ranks, those of rowwise layers as they are."""
+
+    def shifted(tensor: Tensor, layout: Any, group: TensorParallelGroup) -> Tensor:
+        if not isinstance(layout, Shard):
+            return tensor
+        rank = group.degree - 1 - group.rank if layout.dim == 0 else group.rank
+        (span,) = layout.spans(rank, group.degree)
+        return tensor.narrow(layout.dim, span.start, span.length).clone()
+
+    with mock.patch("shardwise.runtime.shard.local_slice", shifted):
+        return _error(randomize(Mlp()), small_input(Mlp))
+
+
+CONTROLS = {
+    f.__name__.strip("_"): f
+    for f in (
+        _plain_on_fused,
+        _plain_on_flux2,
+        _undeclared_blocks,
+        _heads_not_divided,
+        _bias_on_each_rank,
+        _no_reduction,
+        _slice_of_another_rank,
+    )
+}
+
+
+def _run(name: str) -> float:
+    return CONTROLS[name]()
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_comparison_fails_when_this_is_broken(ranks: Pool, name: str) -> None:
+    # Nothing raises: these are the silent faults. Only the numbers tell.
+    assert min(ranks.run(_run, name)) > tolerances.MISTAKE

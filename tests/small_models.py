@@ -1,0 +1,162 @@
+"""Models of a few Linears, small enough to see through: one for each way a plan can go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise import PackedColwiseParallel, PackedRowwiseParallel, TensorParallelMixin
+
+
+class Mlp(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """LayerNorm, colwise Linear with bias, GELU, rowwise Linear with bias."""
+
+    _tp_plan = {"up": "colwise", "down": "rowwise"}
+
+    @register_to_config
+    def __init__(self, width: int = 8, hidden: int = 16, out: int | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, out or width)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        return (self.down(F.gelu(self.up(self.norm(x)))) * self.scale,)
+
+
+class Glu(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """A fused gate-and-value projection: packed colwise, then rowwise."""
+
+    _tp_plan = {"gate_value": PackedColwiseParallel([1, 1]), "down": "rowwise"}
+
+    @register_to_config
+    def __init__(self, width: int = 8, hidden: int = 16) -> None:
+        super().__init__()
+        self.gate_value = nn.Linear(width, 2 * hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        gate, value = self.gate_value(x).chunk(2, -1)
+        return (self.down(F.silu(gate) * value),)
+
+
+class CountingAttention(nn.Module):
+    """An attention that reshapes by its head count: undivided, it makes twice as many heads of half the width."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int | None = None) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        head_dim = width // heads
+        self.to_q = nn.Linear(width, width)
+        self.to_k = nn.Linear(width, self.kv_heads * head_dim)
+        self.to_v = nn.Linear(width, self.kv_heads * head_dim)
+        self.to_out = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            proj(x).unflatten(-1, (n, -1)).transpose(1, 2)
+            for proj, n in ((self.to_q, self.heads), (self.to_k, self.kv_heads), (self.to_v, self.kv_heads))
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.kv_heads != self.heads)
+        return self.to_out(mixed.transpose(1, 2).flatten(2))
+
+
+class Transformer(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """Blocks of attention with residuals; a rotary-like table as a buffer that no checkpoint holds."""
+
+    _tp_plan = {
+        "blocks.*.to_q": "colwise",
+        "blocks.*.to_k": "colwise",
+        "blocks.*.to_v": "colwise",
+        "blocks.*.to_out.0": "rowwise",
+    }
+
+    @register_to_config
+    def __init__(
+        self, width: int = 16, num_attention_heads: int = 4, kv_heads: int | None = None, layers: int = 2
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            CountingAttention(width, num_attention_heads, kv_heads) for _ in range(layers)
+        )
+        self.register_buffer("table", torch.linspace(0.5, 1.5, width), persistent=False)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        for block in self.blocks:
+            x = x * self.table + block(x)
+        return (x,)
+
+
+class ParallelBlock(nn.Module):
+    """Fused q, k, v, gate and value in; cat(attention, mlp) out. Declares its blocks where the widths are known."""
+
+    def __init__(self, width: int = 16, heads: int = 4, mlp: int = 32) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        blocks = [width, width, width, mlp, mlp]
+        self.proj_in = nn.Linear(width, sum(blocks))
+        self.proj_in._tp_packed_col_blocks = blocks
+        self.proj_out = nn.Linear(width + mlp, width)
+        self.proj_out._tp_packed_row_blocks = [width, mlp]
+        self.ratios = (width, mlp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        width, mlp = self.ratios
+        fused = self.proj_in(x)
+        share = fused.shape[-1] / (3 * width + 2 * mlp)
+        q, k, v, gate, value = fused.split([int(share * w) for w in (width, width, width, mlp, mlp)], -1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        attention = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.proj_out(torch.cat([attention, F.silu(gate) * value], -1))
+
+
+class Parallel(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """Single-stream blocks as in FLUX.2, with unequal blocks."""
+
+    _tp_plan = {"blocks.*.proj_in": PackedColwiseParallel(), "blocks.*.proj_out": PackedRowwiseParallel()}
+
+    @register_to_config
+    def __init__(self, layers: int = 2, width: int = 16, mlp: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ParallelBlock(width=width, mlp=mlp) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return (self.norm(x),)
+
+
+class Modulation(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """A lone projection with a whole input; its output is chunked in six and used whole."""
+
+    _tp_plan = {"linear": "rowwise_split_input"}
+
+    @register_to_config
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 48)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor, ...]:
+        return self.linear(F.silu(x)).chunk(6, -1)
+
+
+SMALL: dict[type[Any], tuple[int, ...]] = {
+    Mlp: (3, 7, 8),
+    Glu: (3, 7, 8),
+    Transformer: (3, 7, 16),
+    Parallel: (3, 7, 16),
+    Modulation: (3, 12),
+}
+"""Each small model and the shape of its input; batch and sequence are odd."""
+
+
+def small_input(cls: type[Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return the input of a small model."""
+    return {"x": torch.randn(SMALL[cls], generator=torch.Generator().manual_seed(seed)).to(dtype)}

@@ -1,0 +1,206 @@
+"""Attention heads: every sharded attention has its head count divided, or is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import PlanError
+from shardwise.plan import heads
+from shardwise.plan.meta import meta_parameters
+from shardwise.plan.resolve import ResolvedPlan, resolve
+from shardwise.plan.styles import DivideAttributes
+from tests.helpers import FAMILIES, family
+
+QKV = {"attn.to_q": "colwise", "attn.to_k": "colwise", "attn.to_v": "colwise", "attn.to_out.0": "rowwise"}
+
+
+class Attention(nn.Module):
+    """Projections of an attention, with the attributes given."""
+
+    def __init__(self, **attributes: object) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(24, 24) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(24, 24), nn.Dropout(0.0)])
+        vars(self).update(attributes)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, **attributes: object) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([nn.Linear(24, 48), nn.Linear(48, 24)])
+        vars(self).update(attributes)
+
+
+class Model(nn.Module):
+    def __init__(self, attn: nn.Module, config: object = None) -> None:
+        super().__init__()
+        self.attn = attn
+        self.config = config
+
+
+def divided(model: nn.Module, plan: dict[str, object], degree: int = 2) -> dict[str, dict[str, int]]:
+    """Return module path -> attributes that become local, without the sizes of the Linears."""
+    resolved = resolve(model, plan, degree).modules
+    return {
+        module.path: dict(module.attributes)
+        for module in resolved
+        if isinstance(module.style, DivideAttributes)
+    }
+
+
+# ---------------------------------------------------------------- found and divided
+
+
+@pytest.mark.parametrize("name", heads.HEAD_COUNTS)
+def test_P7_head_count_of_a_sharded_attention_is_divided(name: str) -> None:
+    assert divided(Model(Attention(**{name: 8})), QKV) == {"attn": {name: 4}}
+
+
+@pytest.mark.parametrize("name", heads.WIDTHS)
+def test_P7_width_is_divided_beside_a_head_count(name: str) -> None:
+    assert divided(Model(Attention(heads=8, **{name: 24})), QKV) == {"attn": {"heads": 4, name: 12}}
+
+
+@pytest.mark.parametrize("name", heads.WIDTHS)
+def test_width_without_a_head_count_is_left_alone(name: str) -> None:
+    assert divided(Model(Attention(head_dim=3, **{name: 24})), QKV) == {}
+
+
+@pytest.mark.parametrize("value", [None, 0, True, 8.0, "8"])
+def test_attribute_that_holds_no_count_is_left_alone(value: object) -> None:
+    assert divided(Model(Attention(heads=8, kv_heads=value)), QKV) == {"attn": {"heads": 4}}
+
+
+def test_head_count_of_an_attention_that_stays_whole_is_left_alone() -> None:
+    model = nn.ModuleDict({"attn": Attention(heads=8), "other": Attention(heads=8)})
+    assert divided(model, QKV) == {"attn": {"heads": 4}}
+    assert divided(model, {"attn.to_out.0": "rowwise"}) == {}
+
+
+def test_head_count_is_found_through_containers_but_not_beyond_the_owner() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = 8
+            self.attn = Attention(head_dim=3)
+            self.attn.qkv = nn.ModuleList([nn.Sequential(nn.Linear(24, 24))])
+
+    class Inner(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn.heads = 4
+
+    assert divided(Block(), {"attn.qkv.0.0": "colwise"}) == {}
+    assert divided(Inner(), {"attn.qkv.0.0": "colwise"}) == {"attn": {"heads": 2}}
+
+
+def test_head_count_of_the_model_itself_is_divided() -> None:
+    assert divided(Attention(heads=8), {"to_q": "colwise"}) == {"": {"heads": 4}}
+
+
+def test_every_sharded_attention_of_a_list_is_divided() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Model(Attention(heads=8)) for _ in range(3))
+    plan = {f"blocks.*.{key}": style for key, style in QKV.items()}
+    assert divided(model, plan, degree=4) == {f"blocks.{i}.attn": {"heads": 2} for i in range(3)}
+
+
+def test_entry_of_the_plan_replaces_what_would_be_found() -> None:
+    model = Model(Attention(heads=8, groups=6))
+    assert divided(model, {**QKV, "attn": DivideAttributes("groups")}) == {"attn": {"groups": 3}}
+    assert divided(model, {**QKV, "attn": DivideAttributes()}) == {"attn": {}}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_P7_P11_every_attention_of_a_shipped_plan_has_its_heads_divided(name: str, degree: int) -> None:
+    module = family(name)
+    with meta_parameters():
+        model = getattr(module, name)(**module.TINY_CONFIG)
+    counts = {p: m.heads for p, m in model.named_modules() if isinstance(vars(m).get("heads"), int)}
+    local = divided(model, module.PLAN, degree)
+    assert counts
+    assert {path: attributes["heads"] * degree for path, attributes in local.items()} == counts
+
+
+# ---------------------------------------------------------------- not found, refused
+
+
+def refusal(model: nn.Module, plan: dict[str, object], degree: int = 2) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        resolve(model, plan, degree)
+    return caught.value
+
+
+@pytest.mark.parametrize("attributes", [{}, {"h": 8}, {"heads": None}, {"inner_dim": 24}])
+def test_sharded_attention_without_a_known_head_attribute_is_refused(attributes: dict[str, object]) -> None:
+    (finding,) = refusal(Model(Attention(**attributes)), QKV).findings
+    assert (finding.kind, finding.module, finding.plan_key) == ("HeadsNotFound", "attn", "attn.to_q")
+    assert '"attn": DivideAttributes("...")' in finding.fix
+
+
+@pytest.mark.parametrize("name", heads.HEAD_WIDTHS)
+def test_attention_that_splits_by_head_width_needs_no_head_count(name: str) -> None:
+    assert divided(Model(Attention(**{name: 3})), QKV) == {}
+
+
+@pytest.mark.parametrize("entry", [DivideAttributes("h"), DivideAttributes()])
+def test_following_the_fix_of_heads_not_found_is_accepted(entry: DivideAttributes) -> None:
+    assert isinstance(resolve(Model(Attention(h=8)), {**QKV, "attn": entry}, 2), ResolvedPlan)
+
+
+def test_module_that_is_no_attention_needs_no_heads() -> None:
+    assert divided(Model(FeedForward()), {"attn.net.0": "colwise", "attn.net.1": "rowwise"}) == {}
+
+
+def test_attention_that_leaves_no_shard_needs_no_heads() -> None:
+    assert divided(Model(Attention()), {"attn.to_q": "rowwise_split_input"}) == {}
+
+
+# ---------------------------------------------------------------- divisibility
+
+
+@pytest.mark.parametrize(("attribute", "degrees"), [("heads", "1, 2, 3, 6"), ("kv_heads", "1, 2")])
+def test_E4_heads_of_a_module_that_the_degree_does_not_divide_are_refused(
+    attribute: str, degrees: str
+) -> None:
+    error = refusal(Model(Attention(**{"heads": 8, attribute: 6})), QKV, degree=4)
+    (finding,) = error.findings
+    assert (finding.kind, finding.module) == ("IndivisibleHeads", "attn")
+    assert finding.message == f"{attribute} is 6; 6 is not divisible by tp_degree 4"
+    assert str(error).endswith(f"degrees that fit the whole plan: {degrees}")
+
+
+@pytest.mark.parametrize("as_config", [dict, lambda names: SimpleNamespace(**names)], ids=["dict", "object"])
+@pytest.mark.parametrize("name", heads.CONFIG_HEADS)
+def test_L2_E4_heads_of_the_config_that_the_degree_does_not_divide_are_refused(name, as_config) -> None:
+    model = Model(Attention(head_dim=3), as_config({"num_attention_heads": 12, name: 6}))
+    (finding,) = refusal(model, QKV, degree=4).findings
+    assert (finding.kind, finding.module) == ("IndivisibleHeads", f"config.{name}")
+    assert finding.fix.endswith(": 1, 2, 3, 6")
+    assert divided(model, QKV, degree=3) == {}
+
+
+@pytest.mark.parametrize("config", [None, {}, {"num_attention_heads": None}, {"num_attention_heads": (3, 5)}])
+def test_config_without_a_head_count_is_no_obstacle(config: object) -> None:
+    assert not list(heads.indivisible(config, 2))
+
+
+def test_E4_config_and_modules_are_reported_together() -> None:
+    model = Model(Attention(heads=6, kv_heads=3), {"num_attention_heads": 6})
+    error = refusal(model, QKV, degree=4)
+    assert sorted(finding.module for finding in error.findings) == [
+        "attn",
+        "attn",
+        "config.num_attention_heads",
+    ]
+
+
+def test_heads_are_found_on_a_model_without_weights_and_change_nothing() -> None:
+    with torch.device("meta"):
+        model = Model(Attention(heads=8))
+    divided(model, QKV)
+    assert model.attn.heads == 8
+    assert model.attn.to_q.out_features == 24

@@ -1,0 +1,96 @@
+"""Slice arithmetic: each index belongs to one rank, and each rank has its share of every block."""
+
+from itertools import accumulate
+
+import pytest
+
+from shardwise.plan.layout import Replicated, Shard, Span, divisors
+
+CUTS = [
+    pytest.param(Shard(0, (8,)), 1, id="one-rank"),
+    pytest.param(Shard(0, (8,)), 2, id="plain"),
+    pytest.param(Shard(1, (12, 12)), 4, id="equal-blocks"),
+    pytest.param(Shard(0, (4, 12, 8)), 4, id="unequal-blocks"),
+    pytest.param(Shard(2, (9, 3)), 3, id="three-ranks"),
+    pytest.param(Shard(0, (0, 6)), 2, id="empty-block"),
+]
+
+
+def owned(shard: Shard, rank: int, degree: int) -> list[int]:
+    return [i for span in shard.spans(rank, degree) for i in range(span.start, span.stop)]
+
+
+@pytest.mark.parametrize(("shard", "degree"), CUTS)
+def test_spans_give_each_index_to_one_rank(shard: Shard, degree: int) -> None:
+    everything = [i for rank in range(degree) for i in owned(shard, rank, degree)]
+    assert sorted(everything) == list(range(shard.size))
+
+
+@pytest.mark.parametrize(("shard", "degree"), CUTS)
+def test_E5_spans_cut_each_block_on_its_own(shard: Shard, degree: int) -> None:
+    stops = list(accumulate(shard.blocks))
+    for rank in range(degree):
+        indices = owned(shard, rank, degree)
+        for block, stop in zip(shard.blocks, stops, strict=True):
+            piece = block // degree
+            start = stop - block + rank * piece
+            inside = [i for i in indices if stop - block <= i < stop]
+            assert inside == list(range(start, start + piece))
+
+
+@pytest.mark.parametrize(("shard", "degree"), CUTS)
+def test_spans_ascend_and_come_one_for_each_block(shard: Shard, degree: int) -> None:
+    for rank in range(degree):
+        spans = shard.spans(rank, degree)
+        assert len(spans) == len(shard.blocks)
+        assert owned(shard, rank, degree) == sorted(owned(shard, rank, degree))
+
+
+def test_spans_of_fused_blocks_are_not_those_of_their_sum() -> None:
+    assert Shard(0, (4, 8)).spans(1, 2) == (Span(2, 2), Span(8, 4))
+    assert Shard(0, (12,)).spans(1, 2) == (Span(6, 6),)
+
+
+@pytest.mark.parametrize(("shard", "degree"), CUTS)
+def test_local_shape_is_the_shape_of_the_spans(shard: Shard, degree: int) -> None:
+    shape = [5, 6, 7]
+    shape[shard.dim] = shard.size
+    for rank in range(degree):
+        local = list(shape)
+        local[shard.dim] = len(owned(shard, rank, degree))
+        assert shard.local_shape(tuple(shape), degree) == tuple(local)
+
+
+def test_local_shape_of_a_negative_dim_counts_from_the_end() -> None:
+    assert Shard(-1, (8,)).local_shape((3, 8), 2) == (3, 4)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 6)])
+def test_P10_replicated_keeps_the_whole_shape(shape: tuple[int, ...]) -> None:
+    assert Replicated().local_shape(shape, 4) == shape
+
+
+@pytest.mark.parametrize(
+    ("blocks", "degree", "positions"),
+    [((8,), 4, ()), ((8,), 3, (0,)), ((2, 6), 4, (0, 1)), ((4, 6, 8), 4, (1,)), ((5, 7), 1, ())],
+)
+def test_E5_indivisible_names_the_blocks_even_where_their_sum_divides(
+    blocks: tuple[int, ...], degree: int, positions: tuple[int, ...]
+) -> None:
+    assert Shard(0, blocks).indivisible(degree) == positions
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (7, [1, 7]), (0, [])])
+def test_divisors_are_all_and_ascend(number: int, expected: list[int]) -> None:
+    assert divisors(number) == expected
+
+
+def test_layouts_print_as_reports_show_them() -> None:
+    assert str(Replicated()) == "replicated"
+    assert str(Shard(1, (8,))) == "shard(dim 1)"
+    assert str(Shard(0, (4, 4, 8))) == "shard(dim 0, blocks 4+4+8)"
+
+
+def test_equal_layouts_are_one_key() -> None:
+    assert {Shard(0, (4,)), Shard(0, (4,)), Replicated(), Replicated()} == {Shard(0, (4,)), Replicated()}
+    assert Shard(0, (4, 4)) != Shard(0, (8,))
