@@ -6,7 +6,7 @@ Holds no live state: process groups, ranks and devices belong to `runtime.group`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.errors import ConfigError
 
@@ -49,3 +49,15 @@ class TensorParallelConfig:
                 "leave tp_degree out, or pass a mesh of that size"
             )
         object.__setattr__(self, "tp_degree", self.mesh.size())
+
+    @property
+    def tensor_parallel_config(self) -> NoReturn:
+        """Diffusers' own classes ask for this when they are given a config they do not know.
+
+        Raises:
+            ConfigError: always; the class to use is that of `shardwise.models`.
+        """
+        raise ConfigError(
+            "this is shardwise's TensorParallelConfig, and the model's class is diffusers' own: import the class "
+            "from shardwise.models, or call shardwise.enable_parallelism(model, config=...)"
+        )

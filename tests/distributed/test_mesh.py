@@ -78,3 +78,23 @@ def test_models_seeded_differently_end_with_the_first_ranks_values_everywhere(fo
         for error, whole_tensors_equal in four_ranks.run(_started_differently, sub_mesh):
             assert error < tolerances.FP32
             assert whole_tensors_equal
+
+
+def _reversed_mesh() -> tuple[int, bool, float]:
+    """Return this rank's coordinate, whether it holds that slice, and the error, in a mesh in falling order."""
+    mesh = DeviceMesh("cpu", [1, 0])
+    whole = randomize(
+        Mlp(), seed=1 if dist.get_rank() == 1 else 2
+    )  # global rank 1 is coordinate 0: its values win
+    reference = randomize(Mlp(), seed=1)
+    sharded = enable_parallelism(whole, config=TensorParallelConfig(mesh=mesh))
+    mine = torch.equal(sharded.up.weight, reference.up.weight.chunk(2)[mesh.get_coordinate()[0]])
+    error = relative_error(outputs(sharded, small_input(Mlp)), outputs(reference, small_input(Mlp)))
+    return mesh.get_coordinate()[0], mine, error
+
+
+def test_L1_coordinate_decides_also_where_the_mesh_is_not_in_ascending_order(two_ranks: Pool) -> None:
+    results = two_ranks.run(_reversed_mesh)
+    assert [coordinate for coordinate, _, _ in results] == [1, 0]
+    assert all(mine for _, mine, _ in results)
+    assert max(error for _, _, error in results) < tolerances.FP32

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise import DivideAttributes, TensorParallelConfig, enable_parallelism
+from shardwise import DivideAttributes, PackedColwiseParallel, TensorParallelConfig, enable_parallelism
 from shardwise.models.flux2 import PLAN as FLUX2_PLAN
 from shardwise.plan.layout import Shard
-from shardwise.runtime import modules
+from shardwise.runtime import modules, shard
 from shardwise.runtime.group import TensorParallelGroup
 from tests import tolerances
 from tests.helpers import outputs, randomize, relative_error, tiny_inputs, tiny_model
@@ -66,17 +66,23 @@ def _no_reduction() -> float:
 
 
 def _slice_of_another_rank() -> float:
-    """Take the slices of colwise layers in reverse order of the ranks, those of rowwise layers as they are."""
+    """Give each rank the next rank's slice of the colwise layer, and its own of the rowwise one."""
+    original = shard.local_slice
 
-    def shifted(tensor: Tensor, layout: Any, group: TensorParallelGroup) -> Tensor:
-        if not isinstance(layout, Shard):
-            return tensor
-        rank = group.degree - 1 - group.rank if layout.dim == 0 else group.rank
-        (span,) = layout.spans(rank, group.degree)
-        return tensor.narrow(layout.dim, span.start, span.length).clone()
+    def shifted(tensor: Tensor, layout: Any, rank: int, degree: int) -> Tensor:
+        is_colwise = isinstance(layout, Shard) and layout.dim == 0
+        return original(tensor, layout, (rank + 1) % degree if is_colwise else rank, degree)
 
-    with mock.patch("shardwise.runtime.shard.local_slice", shifted):
+    with mock.patch.object(shard, "local_slice", shifted):
         return _error(randomize(Mlp()), small_input(Mlp))
+
+
+def _blocks_in_another_order() -> float:
+    plan = Parallel._tp_plan | {"blocks.*.proj_in": PackedColwiseParallel([2, 1, 1, 1, 2])}
+    model = randomize(Parallel())
+    for block in model.blocks:
+        del block.proj_in._tp_packed_col_blocks
+    return _error(model, small_input(Parallel), plan)
 
 
 CONTROLS = {
@@ -89,6 +95,7 @@ CONTROLS = {
         _bias_on_each_rank,
         _no_reduction,
         _slice_of_another_rank,
+        _blocks_in_another_order,
     )
 }
 

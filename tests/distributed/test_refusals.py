@@ -227,20 +227,18 @@ def _after(stock: bool) -> dict[str, str]:
         "transformer.transformer_blocks.0.attn.to_q.lora_A.weight": torch.ones(2, 192),
         "transformer.transformer_blocks.0.attn.to_q.lora_B.weight": torch.ones(192, 2),
     }
-    calls = {
+    calls: dict[str, Any] = {
         "save_pretrained": lambda: model.save_pretrained("/no/such/folder"),
         "load_lora_weights": lambda: pipeline.load_lora_weights(lora),
         "load_lora_adapter": lambda: model.load_lora_adapter(lora),
         "enable_model_cpu_offload": lambda: pipeline.enable_model_cpu_offload(device="cuda"),
         "enable_sequential_cpu_offload": lambda: pipeline.enable_sequential_cpu_offload(device="cuda"),
-        "enable_parallelism": lambda: model.enable_parallelism(config=world()),
+        "enable_parallelism": lambda: enable_parallelism(model, config=world()),
+        "add_adapter": lambda: model.add_adapter(LoraConfig(r=2, target_modules=["to_q"])),
+        "enable_group_offload": lambda: _group_offload(model),
+        "enable_layerwise_casting": lambda: _layerwise_casting(model),
+        "fuse_qkv_projections": lambda: model.fuse_qkv_projections(),
     }
-    if not stock:
-        calls |= {
-            "add_adapter": lambda: model.add_adapter(LoraConfig(r=2, target_modules=["to_q"])),
-            "enable_group_offload": lambda: _group_offload(model),
-            "enable_layerwise_casting": lambda: _layerwise_casting(model),
-        }
     messages = {}
     for name, call in calls.items():
         try:

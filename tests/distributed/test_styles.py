@@ -38,12 +38,13 @@ def _gather_colwise(blocks: tuple[int, ...], style: Any, dtype: torch.dtype) -> 
     sharded = enable_parallelism(copy.deepcopy(whole), config=config(), plan={"linear": style})
     group = sharding_of(sharded).group
     with torch.no_grad():
-        parts = group.all_gather(sharded.linear(x))
-        expected = whole.linear(x)
+        own, expected = sharded.linear(x), whole.linear(x)
+    parts = [torch.empty_like(own) for _ in range(group.degree)]
+    dist.all_gather(parts, own)
     together = torch.empty_like(expected)
     for rank, part in enumerate(parts):
         offset = 0
-        for span in Shard(-1, blocks).spans(rank, group.degree):
+        for span in Shard(0, blocks).spans(rank, group.degree):
             together[..., span.start : span.stop] = part[..., offset : offset + span.length]
             offset += span.length
     return relative_error(together, expected)
@@ -72,7 +73,7 @@ def _rowwise(blocks: tuple[int, ...], style: Any, split: bool, bias: float) -> t
     dist.broadcast(x, 0)
     sharded = enable_parallelism(copy.deepcopy(whole), config=config(), plan={"linear": style})
     group = sharding_of(sharded).group
-    spans = Shard(-1, blocks).spans(group.rank, group.degree)
+    spans = Shard(0, blocks).spans(group.rank, group.degree)
     own = torch.cat([x[..., span.start : span.stop] for span in spans], -1) if split else x
     with torch.no_grad():
         error = relative_error(sharded.linear(own), whole.linear(x))

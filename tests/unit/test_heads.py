@@ -13,6 +13,15 @@ from shardwise.plan.resolve import ResolvedPlan, resolve
 from shardwise.plan.styles import DivideAttributes
 from tests.helpers import FAMILIES, family
 
+# Spelled out, so that a name that is lost from the library is noticed here.
+HEAD_COUNTS = [
+    *("heads", "num_heads", "n_heads", "num_attention_heads", "num_key_value_heads"),
+    *("num_kv_heads", "n_kv_heads", "kv_heads", "sliceable_head_dim"),
+]
+WIDTHS = ["inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim"]
+HEAD_WIDTHS = ["head_dim", "dim_head", "attention_head_dim", "d_head"]
+CONFIG_HEADS = ["num_attention_heads", "num_key_value_heads", "num_kv_heads"]
+
 QKV = {"attn.to_q": "colwise", "attn.to_k": "colwise", "attn.to_v": "colwise", "attn.to_out.0": "rowwise"}
 
 
@@ -53,17 +62,17 @@ def divided(model: nn.Module, plan: dict[str, object], degree: int = 2) -> dict[
 # ---------------------------------------------------------------- found and divided
 
 
-@pytest.mark.parametrize("name", heads.HEAD_COUNTS)
+@pytest.mark.parametrize("name", HEAD_COUNTS)
 def test_P7_head_count_of_a_sharded_attention_is_divided(name: str) -> None:
     assert divided(Model(Attention(**{name: 8})), QKV) == {"attn": {name: 4}}
 
 
-@pytest.mark.parametrize("name", heads.WIDTHS)
+@pytest.mark.parametrize("name", WIDTHS)
 def test_P7_width_is_divided_beside_a_head_count(name: str) -> None:
     assert divided(Model(Attention(heads=8, **{name: 24})), QKV) == {"attn": {"heads": 4, name: 12}}
 
 
-@pytest.mark.parametrize("name", heads.WIDTHS)
+@pytest.mark.parametrize("name", WIDTHS)
 def test_width_without_a_head_count_is_left_alone(name: str) -> None:
     assert divided(Model(Attention(head_dim=3, **{name: 24})), QKV) == {}
 
@@ -141,7 +150,16 @@ def test_sharded_attention_without_a_known_head_attribute_is_refused(attributes:
     assert '"attn": DivideAttributes("...")' in finding.fix
 
 
-@pytest.mark.parametrize("name", heads.HEAD_WIDTHS)
+@pytest.mark.parametrize("name", ["SelfAttention", "JointAttnBlock", "CROSSATTENTION"])
+def test_attention_is_known_by_the_name_of_its_class(name: str) -> None:
+    cls = type(name, (FeedForward,), {})
+    plan = {"attn.net.0": "colwise", "attn.net.1": "rowwise"}
+    (finding,) = refusal(Model(cls()), plan).findings
+    assert finding.kind == "HeadsNotFound"
+    assert name in finding.message
+
+
+@pytest.mark.parametrize("name", HEAD_WIDTHS)
 def test_attention_that_splits_by_head_width_needs_no_head_count(name: str) -> None:
     assert divided(Model(Attention(**{name: 3})), QKV) == {}
 
@@ -174,12 +192,14 @@ def test_E4_heads_of_a_module_that_the_degree_does_not_divide_are_refused(
 
 
 @pytest.mark.parametrize("as_config", [dict, lambda names: SimpleNamespace(**names)], ids=["dict", "object"])
-@pytest.mark.parametrize("name", heads.CONFIG_HEADS)
+@pytest.mark.parametrize("name", CONFIG_HEADS)
 def test_L2_E4_heads_of_the_config_that_the_degree_does_not_divide_are_refused(name, as_config) -> None:
     model = Model(Attention(head_dim=3), as_config({"num_attention_heads": 12, name: 6}))
-    (finding,) = refusal(model, QKV, degree=4).findings
+    error = refusal(model, QKV, degree=4)
+    (finding,) = error.findings
     assert (finding.kind, finding.module) == ("IndivisibleHeads", f"config.{name}")
     assert finding.fix.endswith(": 1, 2, 3, 6")
+    assert error.degrees == (1, 2, 3, 6)  # 8 divides the Linears, and no head count
     assert divided(model, QKV, degree=3) == {}
 
 

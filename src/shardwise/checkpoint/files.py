@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+)
 
 from shardwise.errors import CheckpointError, UnsupportedOption
 
@@ -61,7 +66,10 @@ def locate(source: Source) -> list[Path]:
             "tensor, which needs safetensors; convert the weights first"
         )
     variant = f" of variant {source.variant!r}" if source.variant else ""
-    raise CheckpointError(f"{source} has no {source.stem}.safetensors{variant}, and no index of one")
+    where = (
+        "" if Path(source.location).is_dir() else ", neither in the local cache nor within reach on the hub"
+    )
+    raise CheckpointError(f"{source} has no {source.stem}.safetensors{variant}, and no index of one{where}")
 
 
 def _index_names(source: Source) -> list[str]:
@@ -86,7 +94,9 @@ def _find(source: Source, name: str) -> Path | None:
     try:
         return Path(hf_hub_download(source.location, name, subfolder=source.subfolder or None, **source.hub))
     except (EntryNotFoundError, LocalEntryNotFoundError):
-        return None
+        return None  # not there, or not in the cache and the hub out of reach; `locate` says which files it sought
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise CheckpointError(f"{source} cannot be fetched from the hub: {error}") from error
 
 
 def _shard(source: Source, name: str) -> Path:

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import UnsupportedOperation
+from shardwise.checkpoint.load import LoadReport
 from shardwise.models.parallelism import as_config, enable_parallelism, is_context_parallel, load_sharded
 from shardwise.plan.resolve import Plan
-from shardwise.runtime.shard import sharding_of
 
 
 class TensorParallelMixin:
@@ -20,6 +19,17 @@ class TensorParallelMixin:
         class MyTransformer(TensorParallelMixin, ModelMixin, ConfigMixin):
             _tp_plan = {"blocks.*.attn.to_q": "colwise", ..., "blocks.*.attn.to_out": "rowwise"}
     """
+
+    load_report: LoadReport
+    """What this rank read, on a model that was loaded sharded."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance that pipelines save as the diffusers class it stands in for."""
+        instance = super().__new__(cls)
+        for base in cls.__mro__:
+            if base.__name__ == cls.__name__ and base.__module__.startswith("diffusers."):
+                instance.__dict__["__module__"] = base.__module__
+        return instance
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
@@ -58,46 +68,3 @@ class TensorParallelMixin:
             return
         assert isinstance(self, nn.Module)
         enable_parallelism(self, config=config, plan=plan)
-
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save an ordinary model as diffusers does; a sharded one is refused, because it holds slices."""
-        self._refuse_if_sharded("save_pretrained", "save the model before sharding it")
-        parent: Any = super()
-        return parent.save_pretrained(save_directory, *args, **kwargs)
-
-    def load_lora_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a LoRA adapter into an ordinary model; refused on a sharded one."""
-        self._refuse_if_sharded("load_lora_adapter", _ADAPTER_HINT)
-        parent: Any = super()
-        return parent.load_lora_adapter(*args, **kwargs)
-
-    def add_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Add a PEFT adapter to an ordinary model; refused on a sharded one."""
-        self._refuse_if_sharded("add_adapter", _ADAPTER_HINT)
-        parent: Any = super()
-        return parent.add_adapter(*args, **kwargs)
-
-    def enable_group_offload(self, *args: Any, **kwargs: Any) -> Any:
-        """Offload groups of modules of an ordinary model; refused on a sharded one."""
-        self._refuse_if_sharded(
-            "enable_group_offload", "each rank holds only its slices, raise tp_degree instead"
-        )
-        parent: Any = super()
-        return parent.enable_group_offload(*args, **kwargs)
-
-    def enable_layerwise_casting(self, *args: Any, **kwargs: Any) -> Any:
-        """Store an ordinary model's weights in another dtype than it computes in; refused on a sharded one."""
-        self._refuse_if_sharded("enable_layerwise_casting", "load the model in the dtype you need")
-        parent: Any = super()
-        return parent.enable_layerwise_casting(*args, **kwargs)
-
-    def _refuse_if_sharded(self, operation: str, hint: str) -> None:
-        assert isinstance(self, nn.Module)
-        if sharding_of(self) is not None:
-            raise UnsupportedOperation(
-                f"{operation} is not supported on {type(self).__name__}, which is sharded with tensor "
-                f"parallelism: {hint}"
-            )
-
-
-_ADAPTER_HINT = "fuse the adapter into the weights and save them before sharding"

@@ -21,11 +21,18 @@ from shardwise.checkpoint.index import TensorEntry, read_index
 from shardwise.checkpoint.load import DtypeRule, KeyReport, load_tensors, match_keys
 from shardwise.checkpoint.read import SliceReader
 from shardwise.config import TensorParallelConfig
-from shardwise.errors import ConfigError, Finding, PlanError, UnsupportedOption
+from shardwise.errors import CheckpointError, ConfigError, Finding, PlanError, UnsupportedOption
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
-from shardwise.runtime.group import FILE_PATIENCE, TensorParallelGroup, attempt
-from shardwise.runtime.shard import assign, fingerprint, global_shapes, localize, shard_in_memory
+from shardwise.runtime.group import FILE_PATIENCE, TensorParallelGroup, is_initialized
+from shardwise.runtime.shard import (
+    assign,
+    digest,
+    fingerprint,
+    global_shapes,
+    localize,
+    shard_in_memory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +72,9 @@ def as_config(config: Any) -> TensorParallelConfig:
     Raises:
         ConfigError: it is something else.
     """
-    config = getattr(config, "tensor_parallel_config", config)
     if isinstance(config, TensorParallelConfig):
         return config
+    config = getattr(config, "tensor_parallel_config", config)
     if type(config).__name__ == "TensorParallelConfig":
         return TensorParallelConfig(config.tp_degree, config.mesh)
     raise ConfigError(f"expected a shardwise.TensorParallelConfig, got {type(config).__name__}")
@@ -75,7 +82,7 @@ def as_config(config: Any) -> TensorParallelConfig:
 
 def is_context_parallel(config: Any) -> bool:
     """Return whether `config` is one of diffusers that asks for context parallelism only."""
-    config = getattr(config, "context_parallel_config", config)
+    config = getattr(config, "context_parallel_config", None) or config
     return type(config).__name__ == "ContextParallelConfig"
 
 
@@ -131,8 +138,10 @@ class LoadOptions:
                 )
         old_dtype, dtype = rest.pop("torch_dtype", None), rest.pop("dtype", None)
         dtype = dtype if dtype is not None else old_dtype
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise UnsupportedOption(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UnsupportedOption(
+                f"dtype must be a floating torch.dtype such as torch.bfloat16, got {dtype!r}"
+            )
         for name in _WITHOUT_EFFECT:
             rest.pop(name, None)
         return cls(
@@ -174,7 +183,7 @@ class _Prepared:
     options: LoadOptions
 
 
-def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapping[str, Any]) -> Any:
+def load_sharded(cls: Any, location: Any, config: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return `cls.from_pretrained(location, **kwargs)` with each rank holding its slices only.
 
     The ranks agree three times: that the call, the plan and the configuration are sound; that they see the
@@ -187,22 +196,25 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
         GroupError, RankFailure: as `enable_parallelism`.
     """
     subject = f"loading {cls.__name__} from {location}"
-    attempted = attempt(lambda: _prepare(cls, location, config, kwargs))
-    group = attempted.group(config)
-    with group.agreement(subject):
-        ready = attempted.result()
+    if not is_initialized():
+        _prepare(cls, location, config, kwargs)  # what is wrong with the call comes before the missing group
+    group = TensorParallelGroup.of(config)
+    with group.agreement(subject) as step:
+        ready = _prepare(cls, location, config, kwargs)
+        model = ready.model
         group.check(config)
-    model = ready.model
-    shapes = global_shapes(model)
-    found = attempt(lambda: _find_weights(model, location, ready.options))
-    seen = fingerprint(model, ready.plan) | (_digest(found.value) if found.value else {})
-    with group.agreement(subject, expect_equal=seen, patience=FILE_PATIENCE):
-        index, keys = found.result()
-        group.check_devices()
-    dtype = _dtype_rule(model, ready.options.dtype)
-    with group.agreement(subject, patience=FILE_PATIENCE):  # nothing else is sent while ranks read
-        with SliceReader(group.rank, group.degree, group.device) as reader:
-            tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype)
+        step.must_equal(dtype=ready.options.dtype, **fingerprint(model, ready.plan))
+    group.check_devices()
+    with group.agreement(subject, FILE_PATIENCE) as step:
+        shapes = global_shapes(model)
+        index, keys = _find_weights(model, location, ready.options)
+        step.must_equal(checkpoint=_describe(index))
+    with (
+        group.agreement(subject, FILE_PATIENCE),
+        SliceReader(group.rank, group.degree, group.device) as reader,
+    ):
+        dtype = _dtype_rule(model, ready.options.dtype)
+        tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype)
     assign(model, tensors)
     localize(model, config, ready.plan, group, shapes)
     vars(model)["load_report"] = report
@@ -215,9 +227,12 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
 def _prepare(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapping[str, Any]) -> _Prepared:
     options = LoadOptions.parse(kwargs)
     plan = declared_plan(cls)
-    model_config, unused = cls.load_config(
-        location, subfolder=options.subfolder, return_unused_kwargs=True, **options.hub, **options.model
-    )
+    try:
+        model_config, unused = cls.load_config(
+            location, subfolder=options.subfolder, return_unused_kwargs=True, **options.hub, **options.model
+        )
+    except OSError as error:
+        raise CheckpointError(f"the configuration of {location} cannot be read: {error}") from error
     if model_config.get("quantization_config") is not None:
         raise UnsupportedOption(
             f"{location} is a quantized checkpoint (quantization_config in its config): "
@@ -240,10 +255,12 @@ def _find_weights(
     return index, keys
 
 
-def _digest(found: tuple[dict[str, TensorEntry], KeyReport]) -> dict[str, object]:
-    """Return what the ranks must see alike in the files: the sum of tensors, and their bytes."""
-    index, _ = found
-    return {"checkpoint_tensors": len(index), "checkpoint_bytes": sum(e.nbytes for e in index.values())}
+def _describe(index: Mapping[str, TensorEntry]) -> str:
+    """Return what the ranks must see alike in the files: which tensors, of what shapes and dtypes."""
+    tensors = sorted((key, entry.dtype, entry.shape) for key, entry in index.items())
+    return (
+        f"{len(tensors)} tensors, {sum(entry.nbytes for entry in index.values())} bytes ({digest(tensors)})"
+    )
 
 
 def _dtype_rule(model: Any, requested: torch.dtype | None) -> DtypeRule:

@@ -7,93 +7,238 @@ half the width, and several model classes then give wrong numbers without any er
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
 from shardwise.errors import Finding
-from shardwise.plan.styles import DivideAttributes, Style, indivisible_heads, is_count
+from shardwise.plan.styles import (
+    ColwiseParallel,
+    DivideAttributes,
+    PerHead,
+    Style,
+    StyleFault,
+    indivisible_heads,
+    is_count,
+)
 
 HEAD_COUNTS = (
     "heads",
     "num_heads",
+    "num_head",
     "n_heads",
+    "n_head",
+    "nheads",
+    "nhead",
     "num_attention_heads",
+    "num_q_heads",
     "num_key_value_heads",
     "num_kv_heads",
     "n_kv_heads",
+    "n_kv_head",
     "kv_heads",
     "sliceable_head_dim",  # diffusers' older attention class: a second record of the head count
 )
-"""Attribute names under which diffusers' and transformers' attentions keep a number of heads."""
+"""Attribute names under which attentions keep a number of heads."""
 
 WIDTHS = ("inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
-"""Widths kept beside a head count; the code uses their ratio to it, so they are divided together or not at all."""
+"""Widths kept beside a head count; code uses their ratio to it, so they are divided together or not at all."""
 
 HEAD_WIDTHS = ("head_dim", "dim_head", "attention_head_dim", "d_head")
-"""Attributes that say the code can split by head width, which no degree changes."""
+"""Attributes that hold the width of one head, which no degree changes."""
 
 CONFIG_HEADS = ("num_attention_heads", "num_key_value_heads", "num_kv_heads")
 """Entries of a model's config that count heads."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PROJECTION = re.compile(r"(?:^|_)w?(q|k|v|qkv|kv|query|key|value)(?=_|$)")
+_LETTERS = {"query": "q", "key": "k", "value": "v"}
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A module that owns Linears whose output the plan shards.
+
+    `linears` are its own Linears by path, also those inside its lists; `key` is the plan key of one of them.
+    """
+
+    path: str
+    module: nn.Module
+    key: str
+    linears: Mapping[str, nn.Linear]
+    planned: Mapping[str, tuple[str, Style]]
+
+    @property
+    def projections(self) -> list[str]:
+        """Paths of its query, key and value projections, as far as their names say that there are some."""
+        found = {path: _PROJECTION.findall(_own_name(self.path, path)) for path in self.linears}
+        letters = {
+            letter for words in found.values() for word in words for letter in _LETTERS.get(word, word)
+        }
+        return [path for path, words in found.items() if words] if {"q", "k"} <= letters else []
+
+    @property
+    def sharded(self) -> list[str]:
+        """Paths of its Linears whose output is sharded."""
+        return [path for path in self.linears if path in self.planned and self.planned[path][1].leaves_shard]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Its head counts and the widths that go with them."""
+        own = vars(self.module)
+        return {name: own[name] for name in (*HEAD_COUNTS, *WIDTHS) if is_count(own.get(name))}
+
+    @property
+    def head_width(self) -> int | None:
+        """The width of one head, if an attribute tells it."""
+        widths = (vars(self.module).get(name) for name in HEAD_WIDTHS)
+        return next((width for width in widths if is_count(width)), None)
+
+    @property
+    def reads_heads(self) -> bool:
+        """Whether its projections are sharded, so that its code sees a part of the heads."""
+        return bool(set(self.projections) & set(self.sharded)) or not self.projections
 
 
 def derive(
     modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]
 ) -> Iterator[tuple[str, str, Style]]:
-    """Yield (path, plan key, style) for each attention whose sharded projections change its head count.
+    """Yield (path, plan key, style) for what follows from a plan without being in it.
 
-    `modules` are all modules of the model by path, `planned` the planned ones with their key and style. A
-    module that has its own `DivideAttributes` entry is left to it.
+    An attention whose projections are sharded divides its head count, and sums the gradients of the norms
+    that it applies to each head. A module that has its own entry in the plan is left to it.
     """
-    for owner, key in _owners(modules, planned).items():
-        names = [n for n in (*HEAD_COUNTS, *WIDTHS) if is_count(vars(modules[owner]).get(n))]
-        if owner not in planned and any(name in HEAD_COUNTS for name in names):
-            yield owner, key, DivideAttributes(*names)
+    for owner in _owners(modules, planned):
+        if owner.path in planned or not owner.reads_heads:
+            continue
+        if any(name in HEAD_COUNTS for name in owner.counts):
+            yield owner.path, owner.key, DivideAttributes(*owner.counts)
+        for path in _per_head_modules(owner):
+            if path not in planned:
+                yield path, owner.key, PerHead()
 
 
-def undivided(
-    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]
+def faults(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]) -> Iterator[Finding]:
+    """Yield a finding for each attention that the plan would leave with the wrong idea of its heads."""
+    for owner in _owners(modules, planned):
+        fault = _half_planned(owner) or _unclear(owner) if owner.path not in planned else None
+        if fault is not None:
+            yield Finding(fault.kind, owner.path, fault.message, fault.fix, owner.key)
+
+
+def indivisible(
+    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], config: object, degree: int
 ) -> Iterator[Finding]:
-    """Yield a finding for each attention that is sharded while nothing tells how it splits its heads."""
-    for owner, key in _owners(modules, planned).items():
-        module = modules[owner]
-        name = type(module).__name__
-        is_attention = "attention" in name.lower() or "attn" in name.lower()
-        known = any(is_count(vars(module).get(n)) for n in (*HEAD_COUNTS, *HEAD_WIDTHS))
-        if is_attention and not known and owner not in planned:
-            yield Finding(
-                kind="HeadsNotFound",
-                module=owner,
-                plan_key=key,
-                message=f"its projections are sharded, but {name} has none of the known head attributes",
-                fix=f'name the attribute in the plan: "{_parent(key)}": DivideAttributes("..."), '
-                "or DivideAttributes() if its code never reads a head count",
-            )
-
-
-def indivisible(config: object, degree: int) -> Iterator[Finding]:
-    """Yield a finding for each head count of the model's config that `degree` does not divide."""
+    """Yield a finding for each head count, of the config or seen in the projections, that `degree` does not divide."""
     for name in CONFIG_HEADS:
         count = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
         if isinstance(count, int) and is_count(count) and count % degree:
             fault = indivisible_heads(name, count, degree)
             yield Finding(fault.kind, f"config.{name}", fault.message, fault.fix)
+    for owner in _owners(modules, planned):
+        for path in set(owner.projections) & set(owner.sharded):
+            key, style = planned[path]
+            count = _heads_of(owner, path)
+            if type(style) is ColwiseParallel and count is not None and count % degree:
+                fault = indivisible_heads("its number of heads", count, degree)
+                yield Finding(fault.kind, path, fault.message, fault.fix, key)
 
 
-def _owners(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]) -> dict[str, str]:
-    """Return the modules whose own projections leave a shard, each with the plan key of the first."""
-    owners: dict[str, str] = {}
+def _half_planned(owner: _Owner) -> StyleFault | None:
+    """Return the fault of an attention some of whose projections are sharded while others are whole."""
+    whole = [path for path in owner.projections if path not in owner.planned]
+    if not whole or not set(owner.projections) & set(owner.sharded):
+        return None
+    return StyleFault(
+        "HalfPlanned",
+        f"{', '.join(owner.sharded)} are sharded, {', '.join(whole)} are whole: they would meet in the attention",
+        "shard all query, key and value projections of an attention, or none",
+    )
+
+
+def _unclear(owner: _Owner) -> StyleFault | None:
+    """Return the fault of a module whose sharded Linears may or may not change a head count."""
+    name = type(owner.module).__name__
+    counts = [n for n in owner.counts if n in HEAD_COUNTS]
+    entry = owner.path if "*" not in owner.key else _parent_key(owner)
+    if counts and not owner.projections and set(owner.linears) - set(owner.planned):
+        return StyleFault(
+            "AmbiguousHeads",
+            f"{name} has {counts[0]}, and only some of its Linears are in the plan: "
+            "whether they change its heads cannot be seen from their names",
+            f'add "{entry}": DivideAttributes({counts[0]!r}) to the plan, or DivideAttributes() if they do not',
+        )
+    is_attention = bool(set(owner.projections) & set(owner.sharded)) or "attention" in name.lower()
+    if not is_attention or counts:
+        return None
+    suspect = _unknown_count(owner)
+    if owner.head_width is not None and suspect is None:
+        return None  # it can only split by the width of a head
+    return StyleFault(
+        "HeadsNotFound",
+        f"its projections are sharded, but {name} keeps its head count under none of the known names"
+        + (f"; {suspect} looks like it" if suspect else ""),
+        f'add "{entry}": DivideAttributes({suspect!r}) to the plan, or DivideAttributes() if its code never '
+        "reads a head count"
+        if suspect
+        else f'name the attribute: "{entry}": DivideAttributes("..."), or DivideAttributes() if there is none',
+    )
+
+
+def _unknown_count(owner: _Owner) -> str | None:
+    """Return an integer attribute that equals the number of heads which the projections show."""
+    heads = {_heads_of(owner, path) for path in owner.projections} - {None}
+    own = {n: v for n, v in vars(owner.module).items() if is_count(v) and n not in (*HEAD_WIDTHS, *WIDTHS)}
+    return next((name for name, value in own.items() if value in heads), None)
+
+
+def _heads_of(owner: _Owner, path: str) -> int | None:
+    """Return how many heads a projection makes, if the width of a head is known."""
+    rows = owner.linears[path].weight.shape[0]
+    width = owner.head_width
+    return rows // width if width is not None and rows % width == 0 else None
+
+
+def _per_head_modules(owner: _Owner) -> Iterator[str]:
+    """Yield the modules of an attention that work on each head alike: their parameters are one head wide."""
+    queries = max((owner.linears[path].weight.shape[0] for path in owner.sharded), default=0)
+    counted = max((v for n, v in owner.counts.items() if n in HEAD_COUNTS), default=0)
+    width = owner.head_width or (queries // counted if counted else 0)
+    for name, child in owner.module.named_children():
+        own = list(child.parameters(recurse=False))
+        if own and not isinstance(child, nn.Linear) and all(p.shape == (width,) for p in own):
+            yield f"{owner.path}.{name}".lstrip(".")
+
+
+def _owners(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]) -> Iterator[_Owner]:
+    """Yield the modules whose own Linears leave a shard."""
+    keys: dict[str, str] = {}
     for path, (key, style) in planned.items():
-        if not style.leaves_shard:
-            continue
-        owner = _parent(path)
-        while owner and isinstance(modules[owner], _CONTAINERS):
-            owner = _parent(owner)
-        owners.setdefault(owner, key)
-    return owners
+        if style.leaves_shard:
+            keys.setdefault(_owner_path(modules, path), key)
+    linears: dict[str, dict[str, nn.Linear]] = {path: {} for path in keys}
+    for path, module in modules.items():
+        if isinstance(module, nn.Linear) and (owner := _owner_path(modules, path)) in linears:
+            linears[owner][path] = module
+    for path, key in keys.items():
+        yield _Owner(path, modules[path], key, linears[path], planned)
 
 
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
+def _owner_path(modules: Mapping[str, nn.Module], path: str) -> str:
+    """Return the path of the module that a Linear belongs to, lists and sequences left out."""
+    owner = path.rpartition(".")[0]
+    while owner and isinstance(modules[owner], _CONTAINERS):
+        owner = owner.rpartition(".")[0]
+    return owner
+
+
+def _own_name(owner: str, path: str) -> str:
+    return path.removeprefix(f"{owner}.").partition(".")[0]
+
+
+def _parent_key(owner: _Owner) -> str:
+    """Return the owner's path as a pattern, by the plan key of one of its Linears."""
+    path, key = owner.path.split("."), owner.key.split(".")
+    return ".".join(key[i] if key[i] == "*" else part for i, part in enumerate(path))

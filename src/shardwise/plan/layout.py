@@ -47,6 +47,10 @@ class Shard:
     dim: int
     blocks: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        """Hold dims to be counted from the front: the shapes below are cut there."""
+        assert self.dim >= 0, self.dim
+
     @property
     def size(self) -> int:
         """The full size of the sharded dim."""

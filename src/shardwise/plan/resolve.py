@@ -53,7 +53,7 @@ class ResolvedPlan:
         return self.layouts.get(name, Replicated())
 
 
-def resolve(model: nn.Module, plan: Plan, degree: int) -> ResolvedPlan:
+def resolve(model: nn.Module, plan: Plan | object, degree: int) -> ResolvedPlan:
     """Return what `plan` means for `model` on `degree` ranks.
 
     Args:
@@ -67,23 +67,41 @@ def resolve(model: nn.Module, plan: Plan, degree: int) -> ResolvedPlan:
             matched twice, styles that do not fit their module, blocks or heads that `degree` does not
             divide, shared parameters that would be cut in two ways.
     """
+    if not isinstance(plan, Mapping):
+        message = f"a plan maps module patterns to styles, this is a {type(plan).__name__}"
+        raise PlanError([Finding("NotAPlan", type(model).__name__, message, "pass a dict")])
     modules = dict(model.named_modules(remove_duplicate=False))
     config = getattr(model, "config", None)
     findings: list[Finding] = []
     planned = _match(modules, plan, findings)
-    findings += heads.undivided(modules, planned)
-    findings += heads.indivisible(config, degree)
+    findings += heads.faults(modules, planned)
+    findings += heads.indivisible(modules, planned, config, degree)
     entries = [(path, key, style) for path, (key, style) in planned.items()]
     entries += heads.derive(modules, planned)
     resolved = [
         _plan_module(modules[path], path, key, style, degree, findings) for path, key, style in entries
     ]
-    layouts = {f"{m.path}.{name}".lstrip("."): at for m in resolved if m for name, at in m.layouts.items()}
+    planned_modules = tuple(m for m in resolved if m)
+    layouts = _layouts(modules, planned_modules)
     findings += _shared(model, layouts)
     if findings:
-        fit = [d for d in range(1, _LARGEST_DEGREE + 1) if _fits(modules, entries, config, d)]
-        raise PlanError(_collapse(findings), f"{type(model).__name__} at tp_degree {degree}", fit)
-    return ResolvedPlan(degree, tuple(m for m in resolved if m), layouts)
+        fits = partial(_fits, modules, planned, entries, config)
+        degrees = filter(fits, range(1, _LARGEST_DEGREE + 1))
+        raise PlanError(_collapse(findings), f"{type(model).__name__} at tp_degree {degree}", degrees)
+    return ResolvedPlan(degree, planned_modules, layouts)
+
+
+def _layouts(modules: Mapping[str, nn.Module], planned: Iterable[PlannedModule]) -> dict[str, Layout]:
+    """Return the layout of each planned parameter, under every path that leads to its module."""
+    aliases: dict[int, list[str]] = defaultdict(list)
+    for path, module in modules.items():
+        aliases[id(module)].append(path)
+    return {
+        f"{alias}.{name}".lstrip("."): layout
+        for m in planned
+        for name, layout in m.layouts.items()
+        for alias in aliases[id(modules[m.path])]
+    }
 
 
 _LARGEST_DEGREE = 64  # how far messages look for degrees that would work
@@ -91,9 +109,15 @@ _LARGEST_DEGREE = 64  # how far messages look for degrees that would work
 _Entries = Iterable[tuple[str, str, Style]]  # path, plan key, style
 
 
-def _fits(modules: Mapping[str, nn.Module], entries: _Entries, config: object, degree: int) -> bool:
+def _fits(
+    modules: Mapping[str, nn.Module],
+    planned: Mapping[str, tuple[str, Style]],
+    entries: _Entries,
+    config: object,
+    degree: int,
+) -> bool:
     """Return whether `degree` divides all blocks and heads, whatever else may be wrong with the plan."""
-    if any(heads.indivisible(config, degree)):
+    if any(True for _ in heads.indivisible(modules, planned, config, degree)):
         return False
     return not any(_faults(modules[path], style, degree) for path, _, style in entries)
 
@@ -110,13 +134,13 @@ def _match(
 ) -> dict[str, tuple[str, Style]]:
     """Return path -> (plan key, style) for every module that a pattern matches."""
     planned: dict[str, tuple[str, Style]] = {}
-    taken: dict[int, str] = {}  # module id -> the key that matched it first
+    taken: dict[int, tuple[str, object]] = {}  # module id -> the key that matched it first, and its style
     for key, value in plan.items():
         paths = _attempt(partial(_expand, modules, key), key, findings) or []
         style = _attempt(partial(as_style, value), key, findings)
         for path in paths:
-            first = taken.setdefault(id(modules[path]), key)
-            if first != key:
+            first, first_style = taken.setdefault(id(modules[path]), (key, style))
+            if first != key and (path in planned or first_style != style):
                 fix = "keep one of the two keys"
                 findings.append(Finding("MatchedTwice", path, f'also matched by "{first}"', fix, key))
             elif style is not None:

@@ -3,7 +3,7 @@
 A style states which modules it takes, how their parameters are cut, which integer attributes become local,
 and which runtime class does the work. The loader, the runtime and the reports ask the style; nobody else
 branches on what kind a style is. Adding a style is adding a class here and its runtime half in
-`runtime.modules`.
+`runtime.modules.LOCAL_CLASSES`.
 
 Uses `torch.nn` to recognise modules, and nothing of a process group.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 from torch import nn
 
@@ -32,10 +32,10 @@ class StyleFault(Exception):
 class Style:
     """How one module is shared between the ranks."""
 
-    runtime_class: ClassVar[str | None] = None
-    """Name of the class in `runtime.modules` that the module becomes; None leaves the class as it is."""
     leaves_shard: ClassVar[bool] = False
     """Whether the module's output is a slice on each rank, so that what follows sees fewer features."""
+    sums_gradients: ClassVar[bool] = False
+    """Whether the module's whole parameters meet a slice, so that each rank knows a part of their gradient."""
 
     def layouts(self, module: nn.Module) -> dict[str, Layout]:
         """Return the layout of each own parameter of `module`, by its name in the module.
@@ -75,13 +75,8 @@ class LinearStyle(Style):
 
     def layouts(self, module: nn.Module) -> dict[str, Layout]:
         """Cut `weight` along the style's dim; the bias follows it only where the output is cut."""
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            own = " with a forward of its own" if isinstance(module, nn.Linear) else ""
-            raise StyleFault(
-                "NotALinear",
-                f"the style {self.label} shards an nn.Linear, this module is a {type(module).__name__}{own}",
-                "name the Linear inside it, or leave the module out of the plan",
-            )
+        self._check_target(module)
+        assert isinstance(module, nn.Linear)  # checked above
         size = module.weight.shape[self.dim]
         shard = Shard(self.dim, self._blocks(module, size))
         self._check_declared(module, shard)
@@ -89,6 +84,22 @@ class LinearStyle(Style):
         if module.bias is not None:
             layouts["bias"] = Shard(0, shard.blocks) if self.dim == 0 else Replicated()
         return layouts
+
+    def _check_target(self, module: nn.Module) -> None:
+        """Refuse what is not a plain Linear with a weight of its own."""
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            own = " with a forward of its own" if isinstance(module, nn.Linear) else ""
+            raise StyleFault(
+                "NotALinear",
+                f"the style {self.label} shards an nn.Linear, this module is a {type(module).__name__}{own}",
+                "name the Linear inside it, or leave the module out of the plan",
+            )
+        if module._parameters.get("weight") is None:
+            raise StyleFault(
+                "NotPlainWeight",
+                "the weight is computed from other parameters (a parametrization or weight norm)",
+                "remove the parametrization first, or leave the module out of the plan",
+            )
 
     def attributes(self, module: nn.Module) -> tuple[str, ...]:
         """Return the Linear's own size attribute."""
@@ -136,7 +147,6 @@ class ColwiseParallel(LinearStyle):
     `weight` and `bias` are cut along dim 0. Needs a whole input, leaves the output sharded along its last dim.
     """
 
-    runtime_class: ClassVar[str | None] = "ColwiseLinear"
     leaves_shard: ClassVar[bool] = True
     plan_name: ClassVar[str] = "colwise"
     dim: ClassVar[int] = 0
@@ -152,7 +162,6 @@ class RowwiseParallel(LinearStyle):
     sharded along its last dim, as a colwise Linear leaves it; leaves a whole output.
     """
 
-    runtime_class: ClassVar[str | None] = "RowwiseLinear"
     plan_name: ClassVar[str] = "rowwise"
     dim: ClassVar[int] = 1
     size_attribute: ClassVar[str] = "in_features"
@@ -167,7 +176,6 @@ class RowwiseSplitInputParallel(RowwiseParallel):
     input, leaves a whole output.
     """
 
-    runtime_class: ClassVar[str | None] = "RowwiseSplitInputLinear"
     plan_name: ClassVar[str] = "rowwise_split_input"
 
 
@@ -274,6 +282,20 @@ class DivideAttributes(Style):
         return f"DivideAttributes({', '.join(map(repr, self.names))})"
 
 
+@dataclass(frozen=True)
+class PerHead(Style):
+    """A module that each rank applies to its own heads: its parameters are whole, their gradients are summed.
+
+    Found for the query and key norms of an attention whose heads are divided; a plan need not name it.
+    """
+
+    sums_gradients: ClassVar[bool] = True
+
+    def layouts(self, module: nn.Module) -> dict[str, Layout]:
+        """Leave every parameter whole."""
+        return {name: Replicated() for name, _ in module.named_parameters(recurse=False)}
+
+
 STYLES: dict[str, Style] = {
     style.plan_name: style for style in (ColwiseParallel(), RowwiseParallel(), RowwiseSplitInputParallel())
 }
@@ -282,7 +304,7 @@ STYLES: dict[str, Style] = {
 _PACKED_NAMES = {0: "PackedColwiseParallel", 1: "PackedRowwiseParallel"}
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Return whether `value` is a positive integer, and not a flag."""
     return type(value) is int and value > 0
 

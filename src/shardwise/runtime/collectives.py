@@ -1,18 +1,20 @@
-"""Differentiable forms of the group's collectives, used only while a gradient is needed.
+"""Differentiable forms of the group's all-reduce, used only while a gradient is needed.
 
-Each pairs a forward with its adjoint. `torch.distributed`'s functional all-reduce is not used here: its own
-formula all-reduces the gradient once more, which multiplies it by the number of ranks.
+The two are each other's adjoint, so each one's backward is the other and gradients of any order are right.
+`torch.distributed`'s functional all-reduce is not used here: its own formula all-reduces the gradient once
+more, which multiplies it by the number of ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardwise.plan.layout import Shard
+from shardwise.plan.layout import Span
 from shardwise.runtime.group import TensorParallelGroup
 
 
@@ -36,27 +38,22 @@ def enter_shard(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     return tensor
 
 
-def split_last_dim(tensor: Tensor, shard: Shard, group: TensorParallelGroup) -> Tensor:
-    """Return this rank's slice of the last dim of a whole `tensor` (..., features)."""
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return _SplitLastDim.apply(tensor, shard, group)  # type: ignore[no-any-return,no-untyped-call]
-    return _own_slice(tensor, shard, group)
-
-
-def _own_slice(tensor: Tensor, shard: Shard, group: TensorParallelGroup) -> Tensor:
-    spans = shard.spans(group.rank, group.degree)
-    parts = [tensor.narrow(-1, span.start, span.length) for span in spans]
+def split_last_dim(tensor: Tensor, spans: Sequence[Span], group: TensorParallelGroup) -> Tensor:
+    """Return this rank's `spans` of the last dim of a whole `tensor` (..., features), one after another."""
+    whole = enter_shard(tensor, group)
+    parts = [whole.narrow(-1, span.start, span.length) for span in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 class _ReducePartial(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+        ctx.group = group
         return group.all_reduce(tensor.clone())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        return enter_shard(grads[0], ctx.group), None
 
 
 class _EnterShard(Function):
@@ -67,21 +64,4 @@ class _EnterShard(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(grads[0].clone()), None
-
-
-class _SplitLastDim(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shard: Shard, group: TensorParallelGroup) -> Tensor:
-        ctx.shard, ctx.group = shard, group
-        return _own_slice(tensor, shard, group).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # Each rank fills its own columns of the whole gradient; the rest come from the other ranks.
-        whole = grads[0].new_zeros(*grads[0].shape[:-1], ctx.shard.size)
-        offset = 0
-        for span in ctx.shard.spans(ctx.group.rank, ctx.group.degree):
-            whole.narrow(-1, span.start, span.length).copy_(grads[0].narrow(-1, offset, span.length))
-            offset += span.length
-        return ctx.group.all_reduce(whole), None, None
+        return reduce_partial(grads[0].clone(), ctx.group), None

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,20 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import GroupError, RankFailure
 
-_T = TypeVar("_T")
-
-PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for the others to enter a step."""
+PATIENCE = timedelta(minutes=10)
+"""How long a rank waits for the others to take the same step."""
 
 FILE_PATIENCE = timedelta(hours=2)
 """How long it waits for the slowest of them to download or read files."""
-
-_turns: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
-_LAUNCH_HINT = (
-    "start the script with `torchrun --nproc-per-node N script.py` and call "
-    "`torch.distributed.init_process_group()` first"
-)
 
 
 @dataclass
@@ -49,6 +40,17 @@ class Traffic:
     all_reduce_bytes: int = 0
 
 
+class Step:
+    """A step that the ranks take together; see `TensorParallelGroup.agreement`."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, object] = {}
+
+    def must_equal(self, **claims: object) -> None:
+        """State values that have to be the same on all ranks; they are compared when the step ends."""
+        self.claims |= claims
+
+
 class TensorParallelGroup:
     """The ranks over which one model is sharded.
 
@@ -56,14 +58,16 @@ class TensorParallelGroup:
         degree: Number of ranks.
         rank: This process's coordinate among them, 0 to degree - 1. It decides which slice is local, and
             differs from the global rank as soon as the group is part of a larger world.
+        members: The global ranks, by coordinate.
         device: Where this rank's slices live.
         traffic: Counters of the collectives issued in eager mode.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, members: list[int], device: torch.device) -> None:
         self.process_group = process_group
-        self.rank = dist.get_rank(process_group)
-        self.degree = dist.get_world_size(process_group)
+        self.members = members
+        self.rank = members.index(dist.get_rank())
+        self.degree = len(members)
         self.device = device
         self.traffic = Traffic()
 
@@ -75,9 +79,15 @@ class TensorParallelGroup:
             GroupError: there is no process group, or this process is not in the mesh.
         """
         if not is_initialized():
-            raise GroupError(f"tp_degree {config.tp_degree} needs a process group: {_LAUNCH_HINT}")
-        process_group, device_type = _mesh_group(config.mesh) if config.mesh is not None else _world_group()
-        return cls(process_group, _current_device(device_type))
+            raise GroupError(
+                f"tp_degree {config.tp_degree} needs a process group: start the script with "
+                "`torchrun --nproc-per-node N script.py` and call `torch.distributed.init_process_group()` first"
+            )
+        if config.mesh is not None:
+            process_group, members, device_type = _mesh_group(config.mesh)
+        else:
+            process_group, members, device_type = _world_group()
+        return cls(process_group, members, _current_device(device_type))
 
     def check(self, config: TensorParallelConfig) -> None:
         """Check that the group has as many ranks as `config` asks for.
@@ -100,7 +110,7 @@ class TensorParallelGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over the ranks; in eager mode it is written into `tensor` itself.
 
-        Not differentiable: the modules wrap it where a gradient is needed.
+        Not differentiable: see `runtime.collectives` for the forms that are.
         """
         tensor = tensor.contiguous()
         if torch.compiler.is_compiling():
@@ -112,15 +122,9 @@ class TensorParallelGroup:
         dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's `tensor`, in rank order; all have the same shape."""
-        parts = [torch.empty_like(tensor) for _ in range(self.degree)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.process_group)
-        return parts
-
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite a contiguous `tensor` with rank 0's, and return it."""
-        dist.broadcast(tensor, group_src=0, group=self.process_group)
+        """Overwrite a contiguous `tensor` with that of coordinate 0, and return it."""
+        dist.broadcast(tensor, src=self.members[0], group=self.process_group)
         return tensor
 
     def exchange(self, value: Any, patience: timedelta = PATIENCE) -> list[Any]:
@@ -136,8 +140,11 @@ class TensorParallelGroup:
             key = f"shardwise/{turn}/{rank}"
             try:
                 store.wait([key], patience)
-            except dist.DistStoreError as error:
-                raise RankFailure(f"rank {rank} of {self.degree} did not answer within {patience}") from error
+            except RuntimeError as error:  # each kind of store has its own
+                raise RankFailure(
+                    f"rank {rank} of {self.degree} (global rank {self.members[rank]}) did not answer within "
+                    f"{patience}: has it stopped, or not made the same call?"
+                ) from error
             values.append(json.loads(store.get(key)))
         # All have entered this turn, so all are done with the one before.
         store.delete_key(f"shardwise/{turn - 1}/{self.rank}")
@@ -149,34 +156,31 @@ class TensorParallelGroup:
         return turn
 
     @contextmanager
-    def agreement(
-        self, step: str, expect_equal: object = None, patience: timedelta = PATIENCE
-    ) -> Iterator[None]:
+    def agreement(self, name: str, patience: timedelta = PATIENCE) -> Iterator[Step]:
         """Take a step on all ranks or on none: if it fails on one, every rank raises.
 
         A rank that fails raises its own error. The others raise `RankFailure` with that rank's message,
         instead of waiting for it in the next collective. All ranks must enter, in the same order.
 
         Args:
-            step: What is being done, for the message.
-            expect_equal: A printable value that must be the same on all ranks.
+            name: What is being done, for the message.
             patience: How long to wait for the slowest rank.
         """
-        error: Exception | None = None
+        step = Step()
+        error: BaseException | None = None
         try:
-            yield
-        except Exception as caught:  # shown to the other ranks, then raised again
+            yield step
+        except BaseException as caught:  # an interrupt, too, is shown to the others before it goes on
             error = caught
         message = f"{type(error).__name__}: {error}" if error else None
-        reports = self.exchange([message, str(expect_equal)], patience)
+        claims = {key: str(value) for key, value in step.claims.items()}
+        reports = self.exchange([message, claims], patience)
         if error is not None:
             raise error
         for rank, (failure, _) in enumerate(reports):
             if failure is not None:
-                raise RankFailure(f"{step} failed on rank {rank} of {self.degree}: {failure}")
-        if len({value for _, value in reports}) > 1:
-            listing = "\n".join(f"  rank {rank}: {value}" for rank, (_, value) in enumerate(reports))
-            raise RankFailure(f"{step}: the ranks differ\n{listing}")
+                raise RankFailure(f"{name} failed on rank {rank} of {self.degree}: {failure}")
+        _compare_claims(name, [theirs for _, theirs in reports])
 
     def check_devices(self) -> None:
         """Refuse ranks of one host that would all put their slices on the same accelerator.
@@ -208,39 +212,6 @@ class TensorParallelGroup:
         return f"TensorParallelGroup(rank {self.rank} of {self.degree}, {self.device})"
 
 
-def is_initialized() -> bool:
-    """Return whether this process has a default process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
-@dataclass(frozen=True)
-class Attempt(Generic[_T]):
-    """The outcome of a step that each rank takes for itself, before the ranks meet."""
-
-    value: _T | None
-    error: Exception | None
-
-    def group(self, config: TensorParallelConfig) -> TensorParallelGroup:
-        """Return the group of `config`; without a process group the step's own error comes first."""
-        if self.error is not None and not is_initialized():
-            raise self.error
-        return TensorParallelGroup.of(config)
-
-    def result(self) -> _T:
-        """Return what the step returned, or raise what it raised."""
-        if self.error is not None:
-            raise self.error
-        return cast(_T, self.value)
-
-
-def attempt(step: Callable[[], _T]) -> Attempt[_T]:
-    """Take a step and keep its error for the agreement that follows."""
-    try:
-        return Attempt(step(), None)
-    except Exception as error:  # raised again by `result`, where all ranks hear of it
-        return Attempt(None, error)
-
-
 class DetachedGroup:
     """What an unpickled sharded module holds in place of its group: it knows its slice, but cannot reduce."""
 
@@ -257,23 +228,41 @@ class DetachedGroup:
         )
 
 
-def _mesh_group(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, str]:
+def is_initialized() -> bool:
+    """Return whether this process has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+_turns: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def _compare_claims(name: str, claims: list[dict[str, str]]) -> None:
+    for key in claims[0]:
+        values = [theirs.get(key, "nothing") for theirs in claims]
+        if len(set(values)) > 1:
+            listing = "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(values))
+            raise RankFailure(f"{name}: the ranks differ in {key}\n{listing}")
+
+
+def _mesh_group(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int], str]:
+    members = mesh.mesh.tolist()
     if mesh.get_coordinate() is None:
         raise GroupError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: "
+            f"rank {dist.get_rank()} is not in the mesh {members}: "
             "only its ranks may load or shard a model over it"
         )
-    return mesh.get_group(), mesh.device_type
+    return mesh.get_group(), members, mesh.device_type
 
 
-def _world_group() -> tuple[dist.ProcessGroup, str]:
+def _world_group() -> tuple[dist.ProcessGroup, list[int], str]:
     group = dist.group.WORLD
     assert group is not None  # initialised: the caller checked
+    members = list(range(dist.get_world_size()))
     backends = str(dist.get_backend_config(group))
     for backend, device_type in (("nccl", "cuda"), ("xccl", "xpu")):
         if backend in backends and torch.accelerator.is_available():
-            return group, device_type
-    return group, "cpu"
+            return group, members, device_type
+    return group, members, "cpu"
 
 
 def _current_device(device_type: str) -> torch.device:

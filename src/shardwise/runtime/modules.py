@@ -6,11 +6,15 @@ A planned module becomes one of these by a change of class, so that its paramete
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from torch import Tensor, nn
 from torch.nn.functional import linear as matmul
 
 from shardwise.errors import Finding, PlanError
-from shardwise.plan.layout import Shard
+from shardwise.plan import styles
+from shardwise.plan.layout import Shard, Span
 from shardwise.plan.resolve import PlannedModule
 from shardwise.runtime.collectives import enter_shard, reduce_partial, split_last_dim
 from shardwise.runtime.group import TensorParallelGroup
@@ -22,23 +26,23 @@ class LocalLinear(nn.Linear):
     Attributes:
         tp_group: The ranks that hold the other slices.
         tp_planned: The module's entry in the resolved plan: its path, its style, and how its weight is cut.
+        tp_shard: The layout of the whole weight (out_features x in_features).
+        tp_spans: What this rank holds along the sharded dim.
     """
 
     tp_group: TensorParallelGroup
     tp_planned: PlannedModule
+    tp_shard: Shard
+    tp_spans: Sequence[Span]
 
     @classmethod
     def adopt(cls, linear: nn.Linear, group: TensorParallelGroup, planned: PlannedModule) -> None:
         """Make `linear`, whose parameters are local already, a module of this class."""
-        linear.__class__ = cls
-        vars(linear).update(tp_group=group, tp_planned=planned)
-
-    @property
-    def tp_shard(self) -> Shard:
-        """How the whole weight (out_features x in_features) is cut."""
-        shard = self.tp_planned.layouts["weight"]
+        shard = planned.layouts["weight"]
         assert isinstance(shard, Shard)
-        return shard
+        linear.__class__ = cls
+        spans = shard.spans(group.rank, group.degree)
+        vars(linear).update(tp_group=group, tp_planned=planned, tp_shard=shard, tp_spans=spans)
 
     def extra_repr(self) -> str:
         """Return the local sizes, the layout of the weight, and the rank."""
@@ -89,4 +93,37 @@ class RowwiseSplitInputLinear(RowwiseLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the whole output; one all-reduce."""
-        return super().forward(split_last_dim(input, Shard(-1, self.tp_shard.blocks), self.tp_group))
+        return super().forward(split_last_dim(input, self.tp_spans, self.tp_group))
+
+
+LOCAL_CLASSES: dict[type[styles.Style], type[LocalLinear]] = {
+    styles.ColwiseParallel: ColwiseLinear,
+    styles.PackedColwiseParallel: ColwiseLinear,
+    styles.RowwiseParallel: RowwiseLinear,
+    styles.PackedRowwiseParallel: RowwiseLinear,
+    styles.RowwiseSplitInputParallel: RowwiseSplitInputLinear,
+}
+"""The runtime half of each style of Linears."""
+
+
+def sum_gradients(module: nn.Module, group: TensorParallelGroup) -> None:
+    """Sum the gradients of the module's whole parameters over the ranks, each of which uses them on its own heads."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.requires_grad:
+            parameter.register_hook(partial(_sum_gradient, group=group))  # type: ignore[no-untyped-call]
+
+
+def _sum_gradient(grad: Tensor, group: TensorParallelGroup) -> Tensor:
+    return reduce_partial(grad.clone(), group)
+
+
+def adopt(module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
+    """Make a module that holds this rank's parameters do this rank's part of the work, as its style says."""
+    for name, value in planned.attributes.items():
+        setattr(module, name, value)
+    local_class = LOCAL_CLASSES.get(type(planned.style))
+    if local_class is not None:
+        assert isinstance(module, nn.Linear)  # the style took it
+        local_class.adopt(module, group, planned)
+    elif planned.style.sums_gradients:
+        sum_gradients(module, group)

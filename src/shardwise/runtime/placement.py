@@ -110,16 +110,23 @@ def placement(model: nn.Module) -> Placement:
 
     Works on any model: an ordinary one is reported as replicated at degree 1.
     """
-    sharding = sharding_of(model)
-    shapes = sharding.shapes if sharding else {}
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    layouts: dict[str, Layout] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    degree, rank = 1, 0
+    for path, module in model.named_modules():
+        sharding = sharding_of(module)
+        if sharding is not None:
+            prefix = f"{path}." if path else ""
+            layouts |= {prefix + name: layout for name, layout in sharding.plan.layouts.items()}
+            shapes |= {prefix + name: shape for name, shape in sharding.shapes.items()}
+            degree, rank = sharding.group.degree, sharding.group.rank
     seen: set[int] = set()
     rows = []
     for name, tensor in named_tensors(model):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            layout = sharding.plan.layout(name) if sharding else Replicated()
-            rows.append(_place(name, tensor, layout, shapes.get(name)))
-    degree, rank = (sharding.group.degree, sharding.group.rank) if sharding else (1, 0)
+            rows.append(_place(name, tensor, layouts.get(name, Replicated()), shapes.get(name)))
     return Placement(type(model).__name__, degree, rank, tuple(rows))
 
 

@@ -1,8 +1,8 @@
 """Turns a model into this rank's part of it: all or nothing.
 
 Two callers, one table: the loader gives parameters that are local already, `shard_in_memory` cuts those of a
-whole model. Either way everything that can fail comes first, and one assignment step that cannot fail ends
-it, so a refused model is the model it was.
+whole model. Either way everything that can fail on one rank alone (checks, reading, allocating) comes first
+and is agreed on, so a refused model is the model it was.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import TensorParallelConfig
-from shardwise.errors import UnsupportedState
 from shardwise.plan.layout import Layout, Shard
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
-from shardwise.runtime import modules
-from shardwise.runtime.group import TensorParallelGroup, attempt
+from shardwise.runtime.group import TensorParallelGroup, is_initialized
+from shardwise.runtime.modules import adopt
+from shardwise.runtime.state import check_state, refuse_operations
 
 _STATE = "_tensor_parallel"
 
@@ -37,14 +37,15 @@ class Sharding:
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """Return the sharding of a tensor parallel model, or None for an ordinary one."""
-    return vars(model).get(_STATE)
+    """Return the sharding of a tensor parallel model, compiled or not, or None for an ordinary one."""
+    return vars(getattr(model, "_orig_mod", model)).get(_STATE)
 
 
 def shard_in_memory(model: nn.Module, config: TensorParallelConfig, plan: Plan) -> None:
     """Shard a whole model that is in memory, in place.
 
-    Rank 0's values win: every parameter and buffer, planned or not, ends as rank 0 had it.
+    Rank 0's values win: every parameter and buffer, planned or not, ends as rank 0 had it. Parameters stay the
+    same objects; only slices are sent, one tensor at a time.
 
     Raises:
         UnsupportedState: the model cannot be sharded as it is.
@@ -52,77 +53,24 @@ def shard_in_memory(model: nn.Module, config: TensorParallelConfig, plan: Plan) 
         GroupError: there is no group of `config.tp_degree` ranks, or this process is not in it.
         RankFailure: another rank failed; the model is unchanged here too.
     """
-    subject = f"sharding {type(model).__name__}"
-    prepared = attempt(lambda: _prepare(model, config, plan))
-    group = prepared.group(config)
-    with group.agreement(subject):
-        resolved, shapes = prepared.result()
+    if not is_initialized():
+        _prepare(model, config, plan)  # what is wrong with the model comes before the missing group
+    group = TensorParallelGroup.of(config)
+    with group.agreement(f"sharding {type(model).__name__}") as step:
+        resolved = _prepare(model, config, plan)
         group.check(config)
-    with group.agreement(subject, expect_equal=fingerprint(model, resolved)):
-        group.check_devices()
-    with group.agreement(subject):
-        tensors = _cut_all(model, resolved, group)
-    assign(model, tensors)
+        step.must_equal(**fingerprint(model, resolved))
+    group.check_devices()
+    with group.agreement(f"making room for {type(model).__name__}"):
+        shapes = global_shapes(model)
+        room = _make_room(model, resolved, group)
+    _fill_from_rank_zero(model, resolved, group, room)
     localize(model, config, resolved, group, shapes)
 
 
-def _prepare(
-    model: nn.Module, config: TensorParallelConfig, plan: Plan
-) -> tuple[ResolvedPlan, dict[str, tuple[int, ...]]]:
+def _prepare(model: nn.Module, config: TensorParallelConfig, plan: Plan) -> ResolvedPlan:
     check_state(model)
-    return resolve(model, plan, config.tp_degree), global_shapes(model)
-
-
-def global_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of a model that is still whole, under every name it has."""
-    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def check_state(model: nn.Module) -> None:
-    """Refuse a model whose parameters are not plain, whole and its own.
-
-    Raises:
-        UnsupportedState: naming the state and what to do instead.
-    """
-    name = type(model).__name__
-    if sharding_of(model) is not None or getattr(model, "_parallel_config", None) is not None:
-        raise UnsupportedState(
-            f"{name} is sharded already: parallelism is applied once, by from_pretrained(parallel_config=...) "
-            "or by enable_parallelism"
-        )
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise UnsupportedState(f"{name} is quantized: shard the unquantized model")
-    if getattr(model, "hf_device_map", None) is not None:
-        raise UnsupportedState(f"{name} was placed by a device_map: load it without one to shard it")
-    for path, module in model.named_modules():
-        _check_module(name, path, module)
-    for path, tensor in model.named_parameters():
-        if type(tensor) is not nn.Parameter or tensor.is_quantized:
-            kind = type(tensor).__name__
-            raise UnsupportedState(
-                f"{name}: {path} is a {kind}, not a plain parameter: shard before converting"
-            )
-        if tensor.is_meta:
-            raise UnsupportedState(f"{name}: {path} has no data (meta device): load the weights first")
-
-
-def _check_module(model_name: str, path: str, module: nn.Module) -> None:
-    """Refuse adapters and offload hooks, which decide what a weight is or where it lives."""
-    if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):
-        raise UnsupportedState(
-            f"{model_name}: {path} has a LoRA adapter, which the plan does not cover: "
-            "unload it (unload_lora_weights), or fuse and unload it, before sharding"
-        )
-    hooks = " ".join(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))
-    if hasattr(module, "_hf_hook") or "group_offloading" in hooks:
-        raise UnsupportedState(
-            f"{model_name}: {path or 'the model'} is offloaded: each rank keeps its slices on its own device; "
-            "load the model without offloading to shard it"
-        )
-    if "layerwise_casting" in hooks:
-        raise UnsupportedState(
-            f"{model_name}: {path or 'the model'} has layerwise casting enabled: shard the model without it"
-        )
+    return resolve(model, plan, config.tp_degree)
 
 
 def localize(
@@ -137,53 +85,35 @@ def localize(
     Nothing here can fail: the plan was resolved on this model.
     """
     for planned in plan.modules:
-        module = model.get_submodule(planned.path)
-        for name, value in planned.attributes.items():
-            setattr(module, name, value)
-        if planned.style.runtime_class is not None:
-            getattr(modules, planned.style.runtime_class).adopt(module, group, planned)
+        adopt(model.get_submodule(planned.path), group, planned)
+    refuse_operations(model)
     vars(model)[_STATE] = Sharding(config, plan, group, shapes)
-    # diffusers asks this attribute before it loads an adapter or offloads; it then refuses, as long as we do.
+    # diffusers' pipelines ask this attribute before they offload; they then refuse, as long as we do.
     vars(model)["_parallel_config"] = SimpleNamespace(
         tensor_parallel_config=config, context_parallel_config=None
     )
 
 
-def local_slice(tensor: Tensor, layout: Layout, group: TensorParallelGroup) -> Tensor:
-    """Return this rank's piece of a whole `tensor`: a slice in new memory, or the tensor itself."""
-    if not isinstance(layout, Shard):
-        return tensor
-    spans = layout.spans(group.rank, group.degree)
-    return torch.cat([tensor.narrow(layout.dim, span.start, span.length) for span in spans], layout.dim)
+def global_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of a model that is still whole, under every name it has."""
+    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def fingerprint(model: nn.Module, plan: ResolvedPlan) -> dict[str, object]:
     """Return what must be equal on all ranks for their slices to fit together, short enough for a message."""
     tensors = [(name, tuple(t.shape), str(t.dtype)) for name, t in named_tensors(model)]
-    digests = {"plan": sorted(plan.layouts.items()), "tensors": tensors}
-    short = {key: hashlib.sha256(repr(value).encode()).hexdigest()[:12] for key, value in digests.items()}
-    return {"model": type(model).__name__, "tp_degree": plan.degree, **short}
+    modules = [(m.path, m.style.label, sorted(m.layouts.items()), m.attributes) for m in plan.modules]
+    return {
+        "model": type(model).__name__,
+        "tp_degree": plan.degree,
+        "tensors": f"{len(tensors)} tensors ({digest(tensors)})",
+        "plan": f"{len(modules)} planned modules ({digest(modules)})",
+    }
 
 
-def _cut_all(model: nn.Module, plan: ResolvedPlan, group: TensorParallelGroup) -> dict[str, Tensor]:
-    """Return this rank's piece of rank 0's value of every tensor of the model, by name."""
-    tensors: dict[str, Tensor] = {}
-    done: dict[int, Tensor] = {}  # a tensor that two modules share stays one
-    for name, tensor in named_tensors(model):
-        if id(tensor) not in done:
-            local = local_slice(_rank_zero_value(tensor, group), plan.layout(name), group)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            done[id(tensor)] = nn.Parameter(local, tensor.requires_grad) if is_parameter else local
-        tensors[name] = done[id(tensor)]
-    return tensors
-
-
-def _rank_zero_value(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
-    """Return rank 0's value of `tensor` on this rank's device, in new memory."""
-    copy = tensor.detach().to(group.device, copy=True).contiguous()
-    # As bytes, because no backend broadcasts every dtype.
-    group.broadcast(copy.reshape(-1).view(torch.uint8))
-    return copy
+def digest(value: object) -> str:
+    """Return a short hash of a printable value."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -197,7 +127,52 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all parameters and buffers under every name they have."""
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def local_slice(tensor: Tensor, layout: Layout, rank: int, degree: int) -> Tensor:
+    """Return the piece of a whole `tensor` that `rank` owns: a slice in new memory, or the tensor itself."""
+    if not isinstance(layout, Shard):
+        return tensor
+    spans = layout.spans(rank, degree)
+    return torch.cat([tensor.narrow(layout.dim, span.start, span.length) for span in spans], layout.dim)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Memory for the local tensors, by the identity of the tensor they replace, and for one piece in transit."""
+
+    pieces: Mapping[int, Tensor]
+    transit: Tensor
+
+
+def _make_room(model: nn.Module, plan: ResolvedPlan, group: TensorParallelGroup) -> _Room:
+    pieces: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(model):
+        if id(tensor) not in pieces:
+            shape = plan.layout(name).local_shape(tuple(tensor.shape), group.degree)
+            pieces[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device=group.device)
+    largest = max((piece.nbytes for piece in pieces.values()), default=0)
+    return _Room(pieces, torch.empty(largest, dtype=torch.uint8, device=group.device))
+
+
+@torch.no_grad()
+def _fill_from_rank_zero(
+    model: nn.Module, plan: ResolvedPlan, group: TensorParallelGroup, room: _Room
+) -> None:
+    """Give every tensor of the model this rank's piece of rank 0's value, freeing the whole one at once."""
+    done: set[int] = set()
+    for name, tensor in named_tensors(model):
+        if id(tensor) in done:
+            continue  # a tensor that two modules share
+        done.add(id(tensor))
+        layout, piece = plan.layout(name), room.pieces[id(tensor)]
+        for rank in range(group.degree if isinstance(layout, Shard) else 1):
+            sent = room.transit[: piece.nbytes]  # as bytes: no backend sends every dtype
+            if group.rank == 0:
+                own = local_slice(tensor.detach(), layout, rank, group.degree).to(group.device)
+                sent.copy_(own.contiguous().view(-1).view(torch.uint8))
+            group.broadcast(sent)
+            if rank == group.rank or not isinstance(layout, Shard):
+                piece.copy_(sent.view(piece.dtype).view(piece.shape))
+        tensor.data, tensor.grad = piece, None

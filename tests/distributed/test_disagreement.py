@@ -1,0 +1,170 @@
+"""Ranks that do not do the same thing: every one of them gets an error, soon, and none is half done."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise import DivideAttributes, TensorParallelConfig, enable_parallelism
+from shardwise.checkpoint.read import SliceReader
+from shardwise.models import parallelism
+from shardwise.runtime import group, shard
+from shardwise.runtime.shard import sharding_of
+from tests.helpers import randomize
+from tests.pool import Pool
+from tests.small_models import Mlp, Modulation, Transformer
+
+
+def world() -> TensorParallelConfig:
+    return TensorParallelConfig(tp_degree=dist.get_world_size())
+
+
+def _outcome(call: Any) -> str:
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _plans(plans: list[Any], cls: type[Any]) -> tuple[str, bool]:
+    model = randomize(cls())
+    outcome = _outcome(lambda: enable_parallelism(model, config=world(), plan=plans[dist.get_rank()]))
+    return outcome, sharding_of(model) is None
+
+
+@pytest.mark.parametrize(
+    ("cls", "plans"),
+    [
+        (Modulation, [{"linear": "rowwise"}, {"linear": "rowwise_split_input"}]),
+        (Transformer, [Transformer._tp_plan, Transformer._tp_plan | {"blocks.*": DivideAttributes()}]),
+        (Mlp, [Mlp._tp_plan, {}]),
+        (Mlp, [Mlp._tp_plan, 3]),
+    ],
+    ids=["same_layout_other_style", "attributes", "empty", "not_a_plan"],
+)
+def test_plans_that_differ_are_refused_on_every_rank(
+    two_ranks: Pool, cls: type[Any], plans: list[Any]
+) -> None:
+    for outcome, untouched in two_ranks.run(_plans, plans, cls):
+        assert outcome.startswith(("RankFailure", "PlanError"))
+        assert untouched
+
+
+def _dtypes(folder: Path) -> str:
+    dtype = [torch.bfloat16, torch.float16][dist.get_rank()]
+    return _outcome(lambda: Mlp.from_pretrained(folder, parallel_config=world(), dtype=dtype))
+
+
+def test_dtypes_that_differ_are_refused_on_every_rank(two_ranks: Pool, tmp_path: Path) -> None:
+    randomize(Mlp()).save_pretrained(tmp_path)
+    for outcome in two_ranks.run(_dtypes, tmp_path):
+        assert "differ in dtype" in outcome
+        assert "rank 1: torch.float16" in outcome
+
+
+def _degrees(degrees: list[int]) -> str:
+    config = TensorParallelConfig(tp_degree=degrees[dist.get_rank()])
+    return _outcome(lambda: enable_parallelism(randomize(Transformer()), config=config))
+
+
+def test_degrees_that_differ_are_refused_on_every_rank(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(_degrees, [2, 4])
+    assert first.startswith("RankFailure")
+    assert second.startswith("GroupError")
+
+
+def _one_stays_away() -> tuple[str, float]:
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        return "away", 0.0
+    with mock.patch.object(
+        group.TensorParallelGroup.agreement.__wrapped__, "__defaults__", (timedelta(seconds=1),)
+    ):
+        outcome = _outcome(lambda: enable_parallelism(randomize(Mlp()), config=world()))
+    return outcome, time.monotonic() - start
+
+
+def _catch_up() -> None:
+    """Bring the counts of exchanges together again after one rank stayed away."""
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, group._turns.get(dist.group.WORLD, 0))
+    group._turns[dist.group.WORLD] = max(counts)
+
+
+def test_rank_that_does_not_make_the_call_is_named_when_patience_ends(two_ranks: Pool) -> None:
+    (outcome, _), _ = two_ranks.run(_one_stays_away)
+    two_ranks.run(_catch_up)
+    assert outcome.startswith("RankFailure: rank 1 of 2 (global rank 1) did not answer within 0:00:01")
+
+
+def _fails_on_rank_one(place: str, error: type[BaseException], folder: Path) -> tuple[str, bool]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error("made to fail")
+
+    target, name = {"reading": (SliceReader, "read"), "allocating": (shard, "_make_room")}[place]
+    model = randomize(Mlp())
+    original = getattr(target, name)
+    with mock.patch.object(target, name, fail if dist.get_rank() == 1 else original):
+        if place == "reading":
+            return _outcome(lambda: Mlp.from_pretrained(folder, parallel_config=world())), True
+        outcome = _outcome(lambda: enable_parallelism(model, config=world()))
+    return outcome, sharding_of(model) is None and model.up.weight.shape == (16, 8)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["reading", "allocating"])
+def test_failure_of_one_rank_reaches_all_and_leaves_the_model_whole(
+    two_ranks: Pool, tmp_path: Path, place: str, error: type[BaseException]
+) -> None:
+    randomize(Mlp()).save_pretrained(tmp_path)
+    (first, first_whole), (second, second_whole) = two_ranks.run(_fails_on_rank_one, place, error, tmp_path)
+    assert first.startswith("RankFailure")
+    assert "made to fail" in first
+    assert second.startswith(error.__name__)
+    assert first_whole
+    assert second_whole
+
+
+def _bad_config_on_one_rank(folder: Path) -> str:
+    config = world() if dist.get_rank() == 0 else "2"
+    with mock.patch.object(
+        group.TensorParallelGroup.agreement.__wrapped__, "__defaults__", (timedelta(seconds=2),)
+    ):
+        return _outcome(lambda: Mlp.from_pretrained(folder, parallel_config=config))
+
+
+def test_config_that_is_none_on_one_rank_is_an_error_there_and_a_short_wait_elsewhere(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    randomize(Mlp()).save_pretrained(tmp_path)
+    first, second = two_ranks.run(_bad_config_on_one_rank, tmp_path)
+    two_ranks.run(_catch_up)
+    assert second.startswith("ConfigError")
+    assert first.startswith("RankFailure")
+
+
+def _slow_reader(folder: Path) -> str:
+    """Read longer on one rank than the process group's own time-out allows a collective to take."""
+    brief = dist.new_group(timeout=timedelta(seconds=2))
+    mesh = dist.DeviceMesh.from_group(brief, "cpu")
+    original = parallelism.load_tensors
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(4 if dist.get_rank() == 1 else 0)
+        return original(*args)
+
+    with mock.patch.object(parallelism, "load_tensors", slowly):
+        return _outcome(lambda: Mlp.from_pretrained(folder, parallel_config=TensorParallelConfig(mesh=mesh)))
+
+
+def test_slow_rank_does_not_run_into_the_group_s_time_out(two_ranks: Pool, tmp_path: Path) -> None:
+    randomize(Mlp()).save_pretrained(tmp_path)
+    assert two_ranks.run(_slow_reader, tmp_path) == ["no error", "no error"]
