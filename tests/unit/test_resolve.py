@@ -150,6 +150,13 @@ def test_P1_unmatched_key_is_told_what_looks_like_it(key: str, hint: str) -> Non
     assert hint in finding.fix
 
 
+@pytest.mark.parametrize("plan", [None, "colwise", [("modulation", "colwise")], {"modulation"}])
+def test_P1_plan_that_is_no_mapping_is_refused(plan: object) -> None:
+    (finding,) = findings(plan)
+    assert finding.kind == "NotAPlan"
+    assert type(plan).__name__ in finding.message
+
+
 @pytest.mark.parametrize("key", [3, None, ("blocks", "up")])
 def test_P1_key_that_is_no_string_is_refused(key: object) -> None:
     assert [finding.kind for finding in findings({key: "colwise"})] == ["BadKey"]
@@ -192,9 +199,9 @@ def test_P8_marker_with_bad_blocks_is_a_finding_like_any_other(blocks: object) -
 
 
 def test_layouts_name_every_planned_parameter_in_full() -> None:
-    assert resolve(Model(), {"blocks.1.attn.to_q": "colwise", "modulation": "rowwise"}, 2).layouts == {
-        "blocks.1.attn.to_q.weight": Shard(0, (24,)),
-        "blocks.1.attn.to_q.bias": Shard(0, (24,)),
+    assert resolve(Model(), {"sequence.0": "colwise", "modulation": "rowwise"}, 2).layouts == {
+        "sequence.0.weight": Shard(0, (16,)),
+        "sequence.0.bias": Shard(0, (16,)),
         "modulation.weight": Shard(1, (8,)),
         "modulation.bias": Replicated(),
     }
@@ -341,6 +348,13 @@ def test_one_module_used_twice_in_a_list_is_planned_under_both_names() -> None:
     block = nn.Linear(8, 8)
     model = nn.ModuleDict({"blocks": nn.ModuleList([block, block])})
     assert paths({"blocks.*": "colwise"}, model) == ["blocks.0", "blocks.1"]
+
+
+def test_module_planned_under_one_of_its_names_has_its_layout_under_all() -> None:
+    model = Model()
+    model.first = model.blocks[0]
+    layouts = resolve(model, {"blocks.*.up": "colwise"}, 2).layouts
+    assert layouts["first.up.weight"] == layouts["blocks.0.up.weight"] == Shard(0, (64,))
 
 
 def test_one_module_under_two_keys_of_the_same_style_is_accepted() -> None:

@@ -13,6 +13,7 @@ from shardwise.plan.styles import (
     DivideAttributes,
     PackedColwiseParallel,
     PackedRowwiseParallel,
+    PerHead,
     RowwiseParallel,
     RowwiseSplitInputParallel,
     Style,
@@ -20,7 +21,7 @@ from shardwise.plan.styles import (
     as_style,
     is_count,
 )
-from shardwise.runtime import modules
+from shardwise.runtime.modules import LOCAL_CLASSES
 
 ROWWISE = [RowwiseParallel(), RowwiseSplitInputParallel(), PackedRowwiseParallel([1, 3])]
 COLWISE = [ColwiseParallel(), PackedColwiseParallel([1, 3])]
@@ -76,13 +77,15 @@ def test_P6_only_colwise_leaves_its_output_sharded(style: Style) -> None:
 
 
 @pytest.mark.parametrize("style", LINEAR_STYLES, ids=label)
-def test_linear_style_names_a_runtime_class_that_is_a_linear(style: Style) -> None:
-    assert style.runtime_class is not None
-    assert issubclass(getattr(modules, style.runtime_class), nn.Linear)
+def test_linear_style_has_a_runtime_class(style: Style) -> None:
+    assert issubclass(LOCAL_CLASSES[type(style)], nn.Linear)
 
 
-def test_P5_split_input_runs_in_a_class_of_its_own() -> None:
-    assert RowwiseSplitInputParallel().runtime_class != RowwiseParallel().runtime_class
+def test_P3_P4_P5_styles_that_compute_differently_run_in_different_classes() -> None:
+    classes = {LOCAL_CLASSES[type(style)] for style in STYLES.values()}
+    assert len(classes) == 3
+    assert LOCAL_CLASSES[PackedColwiseParallel] is LOCAL_CLASSES[ColwiseParallel]
+    assert LOCAL_CLASSES[PackedRowwiseParallel] is LOCAL_CLASSES[RowwiseParallel]
 
 
 class OwnForward(nn.Linear):
@@ -105,6 +108,14 @@ def test_linear_style_refuses_what_does_not_compute_as_a_linear(style: Style, mo
 
 def test_linear_style_takes_a_subclass_that_computes_as_a_linear() -> None:
     assert ColwiseParallel().layouts(Renamed(8, 12))["weight"] == Shard(0, (12,))
+
+
+@pytest.mark.parametrize("style", LINEAR_STYLES, ids=label)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_linear_style_refuses_a_weight_that_is_computed_from_others(style: Style, dim: int) -> None:
+    module = linear(24, 24)
+    nn.utils.parametrizations.weight_norm(module, dim=dim)
+    assert fault_of(style, module).kind == "NotPlainWeight"
 
 
 # ---------------------------------------------------------------- packed blocks
@@ -237,8 +248,8 @@ def test_divide_attributes_cuts_no_parameter_and_divides_what_it_names() -> None
     style, module = DivideAttributes("heads", "inner_dim"), attention(heads=8, inner_dim=64, other=3)
     assert style.layouts(module) == {}
     assert style.attributes(module) == ("heads", "inner_dim")
-    assert style.runtime_class is None
     assert not style.leaves_shard
+    assert type(style) not in LOCAL_CLASSES
 
 
 def test_divide_attributes_leaves_alone_what_is_none_in_some_blocks() -> None:
@@ -266,6 +277,12 @@ def test_E4_heads_that_the_degree_does_not_divide_are_a_fault() -> None:
     assert fault.kind == "IndivisibleHeads"
     assert str(fault) == "heads is 6; 6 is not divisible by tp_degree 4"
     assert fault.fix.endswith(": 1, 2, 3, 6")
+
+
+def test_per_head_module_stays_whole_and_sums_its_gradients() -> None:
+    assert PerHead().layouts(nn.LayerNorm(4)) == {"weight": Replicated(), "bias": Replicated()}
+    assert PerHead().sums_gradients
+    assert not any(style.sums_gradients for style in LINEAR_STYLES)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from diffusers import DiffusionPipeline
 from PIL import Image
 
@@ -94,8 +96,8 @@ def draw_one_process() -> Drawn:
     """Draw the sheet with the ordinary, whole pipeline."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = time.perf_counter()
-    pipeline = DiffusionPipeline.from_pretrained(demo_model_path(), dtype=torch.float32).to(device)
-    return _draw(pipeline, device, time.perf_counter() - start)
+    pipeline = _load_pipeline().to(device)
+    return draw(pipeline, time.perf_counter() - start)
 
 
 def draw_sharded(tp_degree: int) -> Drawn:
@@ -107,18 +109,17 @@ def draw_sharded(tp_degree: int) -> Drawn:
         dtype=torch.float32,
         parallel_config=TensorParallelConfig(tp_degree=tp_degree),
     )
-    pipeline = DiffusionPipeline.from_pretrained(
-        demo_model_path(), transformer=transformer, dtype=torch.float32
-    )
+    pipeline = _load_pipeline(transformer=transformer)
     device = transformer.device
     pipeline.text_encoder.to(device)
     pipeline.vae.to(device)
     dist.barrier()
-    return _draw(pipeline, device, time.perf_counter() - start)
+    return draw(pipeline, time.perf_counter() - start)
 
 
 @torch.inference_mode()
-def _draw(pipeline: Any, device: torch.device, load_seconds: float) -> Drawn:
+def draw(pipeline: Any, load_seconds: float = 0.0) -> Drawn:
+    """Draw the demo's prompts with a pipeline whose transformer may be sharded."""
     pipeline.set_progress_bar_config(disable=not _is_first_rank(), desc=f"drawing {len(PROMPTS)} pictures")
     generators = [torch.Generator().manual_seed(SEED + i) for i in range(len(PROMPTS))]
     start = time.perf_counter()
@@ -135,6 +136,17 @@ def _draw(pipeline: Any, device: torch.device, load_seconds: float) -> Drawn:
         load_seconds=load_seconds,
         draw_seconds=seconds,
     )
+
+
+def _load_pipeline(**components: Any) -> Any:
+    """Load the embedded pipeline in fp32, without a progress bar for each of its five small components."""
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return DiffusionPipeline.from_pretrained(demo_model_path(), dtype=torch.float32, **components)
+    finally:
+        diffusers.utils.logging.enable_progress_bar()
+        transformers.utils.logging.enable_progress_bar()
 
 
 def _compare(tp_degree: int, per_rank: list[Drawn], alone: Drawn) -> DemoReport:
