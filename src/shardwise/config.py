@@ -6,12 +6,11 @@ Holds no live state: process groups, ranks and devices belong to `runtime.group`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ class TensorParallelConfig:
             raise ConfigError(f"tp_degree must be a positive integer, got {self.tp_degree!r}")
         if self.mesh is None:
             return
+        if not isinstance(self.mesh, DeviceMesh):
+            raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, got {self.mesh!r}")
         if self.mesh.ndim != 1:
             names = self.mesh.mesh_dim_names or ()
             example = f'mesh["{names[-1]}"]' if names else "a one-dimensional slice of it"

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from shardwise.checkpoint import files
@@ -153,7 +154,9 @@ def test_what_is_no_file_is_no_weights(tmp_path: Path, kind: str) -> None:
         path.symlink_to(tmp_path / "nowhere")
     elif kind == "pipe":
         os.mkfifo(path)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} has no {STEM}\.safetensors, and no index of one"):
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path} has no {STEM}\.safetensors, and no index of one$"
+    ):
         locate(Source(str(tmp_path)))
 
 
@@ -302,7 +305,7 @@ def test_local_folder_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_repository_without_weights_is_refused(tmp_path: Path) -> None:
     put_in_cache(tmp_path, "main", f"transformer/{SINGLE}", "weights")
-    with pytest.raises(CheckpointError, match=f"^{REPO}/vae has no {STEM}"):
+    with pytest.raises(CheckpointError, match=f"^{REPO}/vae has no {STEM}.* nor within reach on the hub$"):
         locate(Source(REPO, "vae", hub=cached(tmp_path)))
 
 
@@ -322,7 +325,7 @@ def test_E1_pickled_weights_of_the_hub_are_refused(tmp_path: Path) -> None:
 class Hub:
     """Answers as `hf_hub_download` does, from a folder, and remembers what it was asked for."""
 
-    def __init__(self, folder: Path, missing: type[Exception] = EntryNotFoundError) -> None:
+    def __init__(self, folder: Path, missing: Callable[[str], Exception] = EntryNotFoundError) -> None:
         self.folder, self.missing = folder, missing
         self.asked: list[str] = []
         self.options: list[dict[str, Any]] = []
@@ -361,6 +364,15 @@ def test_file_that_the_hub_does_not_have_is_looked_for_under_the_next_name(
     hub.missing = missing
     assert names(locate(Source(REPO, variant="fp16", hub={}))) == [f"{STEM}.fp16.safetensors"]
     assert len(hub.asked) == 3
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
+def test_answer_of_the_hub_other_than_a_file_is_an_error_with_its_reason(hub: Hub, status: int) -> None:
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    reason = HfHubHTTPError(f"status {status}", response=response)
+    hub.missing = lambda name: reason
+    with pytest.raises(CheckpointError, match=f"{REPO} cannot be fetched from the hub: .*{status}"):
+        locate(Source(REPO))
 
 
 def test_failure_of_the_hub_is_not_taken_for_a_missing_file(hub: Hub) -> None:

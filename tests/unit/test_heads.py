@@ -175,7 +175,7 @@ def test_attention_is_known_by_the_names_of_its_projections(names: tuple[str, ..
     assert divided(Model(mixer), plan) == {"attn": {"heads": 2}}
 
 
-@pytest.mark.parametrize("names", [("gate", "up"), ("k_up", "gate"), ("quality", "keys")])
+@pytest.mark.parametrize("names", [("gate", "up"), ("k_up", "gate"), ("quality", "keys"), ("freq", "block")])
 def test_other_names_of_linears_make_no_attention(names: tuple[str, ...]) -> None:
     mixer = nn.Module()
     for name in names:
@@ -186,6 +186,14 @@ def test_other_names_of_linears_make_no_attention(names: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("name", HEAD_WIDTHS)
 def test_attention_that_splits_by_head_width_needs_no_head_count(name: str) -> None:
     assert divided(Model(Attention(**{name: 3})), QKV) == {}
+
+
+def test_fix_of_heads_not_found_names_every_block_at_once() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Model(Attention()) for _ in range(3))
+    (finding,) = refusal(model, {f"blocks.*.{key}": style for key, style in QKV.items()}).findings
+    assert (finding.module, finding.count) == ("blocks.0.attn", 3)
+    assert '"blocks.*.attn": DivideAttributes' in finding.fix
 
 
 @pytest.mark.parametrize("entry", [DivideAttributes("h"), DivideAttributes()])
@@ -225,6 +233,17 @@ def test_L2_E4_heads_of_the_config_that_the_degree_does_not_divide_are_refused(n
     assert finding.fix.endswith(": 1, 2, 3, 6")
     assert error.degrees == (1, 2, 3, 6)  # 8 divides the Linears, and no head count
     assert divided(model, QKV, degree=3) == {}
+
+
+def test_rows_of_a_packed_projection_are_not_all_counted_as_heads() -> None:
+    attn = nn.Module()
+    attn.head_dim, attn.to_qkv_mlp = 4, nn.Linear(24, 44)
+    plan = {"attn.to_qkv_mlp": PackedColwiseParallel([4, 4, 4, 5, 5])}  # 2 heads of q, k and v; gate and up
+    assert divided(Model(attn), plan) == {}
+
+
+def test_head_width_that_does_not_divide_a_projection_counts_no_heads() -> None:
+    assert divided(Model(Attention(head_dim=5)), QKV, degree=3) == {}
 
 
 @pytest.mark.parametrize("config", [None, {}, {"num_attention_heads": None}, {"num_attention_heads": (3, 5)}])

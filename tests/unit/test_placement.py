@@ -198,6 +198,7 @@ def test_print_shows_a_line_for_each_tensor_between_headline_and_totals() -> Non
     assert [line.split()[0] for line in lines] == [tensor.name for tensor in report.tensors]
     assert lines[0].endswith(" shard(dim 0, blocks 2+6)")
     assert "4x4 of 8x4" in lines[0]
+    assert " of " not in next(line for line in lines if line.startswith("norm.weight"))
     assert "bfloat16" in str(report)
     assert last == "this rank 0.00 MiB of 0.00 MiB, 26.3% of it replicated"
 

@@ -162,8 +162,8 @@ def test_P1_key_that_is_no_string_is_refused(key: object) -> None:
     assert [finding.kind for finding in findings({key: "colwise"})] == ["BadKey"]
 
 
-@pytest.mark.parametrize("second", ["rowwise_split_input", PackedColwiseParallel([1, 1])])
-def test_module_matched_by_two_keys_of_different_styles_is_refused(second: object) -> None:
+@pytest.mark.parametrize("second", ["rowwise_split_input", PackedColwiseParallel([1, 1]), "colwise"])
+def test_path_matched_by_two_keys_is_refused(second: object) -> None:
     (finding,) = findings({"blocks.*.up": "colwise", "blocks.1.up": second})
     assert (finding.kind, finding.module, finding.plan_key) == ("MatchedTwice", "blocks.1.up", "blocks.1.up")
     assert '"blocks.*.up"' in finding.message
@@ -187,7 +187,7 @@ def test_style_that_does_not_fit_its_module_is_refused_at_its_key(key: str, styl
     assert (finding.kind, finding.plan_key) == (kind, key)
 
 
-@pytest.mark.parametrize("blocks", [[1, 0], [], "ab", [0.5, 0.5]])
+@pytest.mark.parametrize("blocks", [[1, 0], [], "ab", [0.5, 0.5], 2])
 def test_P8_marker_with_bad_blocks_is_a_finding_like_any_other(blocks: object) -> None:
     marker = type("PackedColwiseParallel", (), {"blocks": blocks})()
     kinds = [finding.kind for finding in findings({"blocks.*.up": marker, "modulatio": "colwise"})]
@@ -355,6 +355,13 @@ def test_module_planned_under_one_of_its_names_has_its_layout_under_all() -> Non
     model.first = model.blocks[0]
     layouts = resolve(model, {"blocks.*.up": "colwise"}, 2).layouts
     assert layouts["first.up.weight"] == layouts["blocks.0.up.weight"] == Shard(0, (64,))
+
+
+def test_one_module_under_two_keys_of_different_styles_is_refused() -> None:
+    model = Model()
+    model.first = model.blocks[0].up
+    (finding,) = findings({"blocks.*.up": "colwise", "first": PackedColwiseParallel([1, 1])}, model=model)
+    assert (finding.kind, finding.module) == ("MatchedTwice", "first")
 
 
 def test_one_module_under_two_keys_of_the_same_style_is_accepted() -> None:

@@ -167,9 +167,14 @@ def test_P9_no_blocks_anywhere_is_refused(style: Style, declared: str, other: st
     assert declared in fault.fix
 
 
+@pytest.mark.parametrize("style", [PackedColwiseParallel(), PackedColwiseParallel([1, 1]), ColwiseParallel()])
 @pytest.mark.parametrize("declared", [[8, -2, 6], [6, 0, 6], [6.0, 6.0], [6, "6"], 12])
-def test_P9_declared_blocks_that_are_not_positive_integers_are_refused(declared: object) -> None:
-    assert fault_of(PackedColwiseParallel(), linear(_tp_packed_col_blocks=declared)).kind == "BadBlocks"
+def test_P9_declared_blocks_that_are_not_positive_integers_are_refused(
+    style: Style, declared: object
+) -> None:
+    fault = fault_of(style, linear(_tp_packed_col_blocks=declared))
+    assert fault.kind == "BadBlocks"
+    assert "_tp_packed_col_blocks" in str(fault)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +202,7 @@ def test_declared_blocks_of_the_other_dim_do_not_concern_a_style() -> None:
     assert ColwiseParallel().layouts(module)["weight"] == Shard(0, (12,))
 
 
-@pytest.mark.parametrize("blocks", [[], [1, 0], [1, -1], [1.0, 1.0], [True, True], "11"])
+@pytest.mark.parametrize("blocks", [[], [1, 0], [1, -1], [1.0, 1.0], [True, True], "11", 2])
 @pytest.mark.parametrize("cls", [PackedColwiseParallel, PackedRowwiseParallel])
 def test_P8_blocks_must_be_positive_integers(cls: type[Style], blocks: object) -> None:
     with pytest.raises(ConfigError, match=rf"^{cls.__name__}: blocks must be positive integers"):

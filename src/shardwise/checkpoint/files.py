@@ -118,10 +118,17 @@ def _shard_names(index: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a checkpoint index: {error!r}") from error
     for name in names:
-        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\\" in name:
+        if not _is_plain_file_name(name):
             raise CheckpointError(f"{index} names {name!r}: shards must be plain file names beside the index")
         if not name.endswith(".safetensors"):
             raise UnsupportedOption(f"{index} names {name!r}, which is not a safetensors file")
     if not names:
         raise CheckpointError(f"{index} names no files")
     return names
+
+
+def _is_plain_file_name(name: object) -> bool:
+    """Return whether `name` names a file in the folder it is used in, on any system."""
+    if not isinstance(name, str) or not name.isprintable() or len(name.encode("utf-8", "replace")) > 255:
+        return False
+    return name not in ("", ".", "..") and Path(name).name == name and "\\" not in name

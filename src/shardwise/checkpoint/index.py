@@ -39,6 +39,8 @@ DTYPES = {
 }
 
 _MAX_HEADER = 100 * 2**20
+_MAX_DIMS = 8
+_FIELDS = {"dtype", "shape", "data_offsets"}
 _LFS_POINTER = b"version "
 
 
@@ -106,9 +108,14 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has an invalid header: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file} has an invalid header: not a JSON object")
-    header.pop("__metadata__", None)
+    if not isinstance(header, dict) or not raw.startswith(b"{"):
+        raise CheckpointError(f"{file} has an invalid header: not a JSON object from its first byte")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file} has an invalid header: its metadata is not text by name")
+    for name in header:
+        if not name.isprintable():  # also what is no text at all, such as half of a surrogate pair
+            raise CheckpointError(f"{file} has an invalid header: {name!r} is not a name")
     return header
 
 
@@ -121,19 +128,31 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(file: Path, name: str, value: Any, data_start: int) -> tuple[str, TensorEntry]:
-    try:
-        dtype, shape, (begin, end) = DTYPES[value["dtype"]], tuple(value["shape"]), value["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: {name} has an invalid entry {value!r}") from error
-    numbers = (*shape, begin, end)
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise CheckpointError(f"{file}: {name} has sizes that are not whole numbers: {value!r}")
-    if end - begin != prod(shape) * dtype.itemsize:
+    if not _is_entry(value):
+        raise CheckpointError(f"{file}: {name} has an invalid entry {str(value)[:200]!r}")
+    dtype, shape, (begin, end) = DTYPES[value["dtype"]], tuple(value["shape"]), value["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise CheckpointError(f"{file}: {name} has sizes that are not whole numbers: {str(value)[:200]}")
+    needed = prod(shape) * dtype.itemsize
+    if end - begin != needed:
+        # Python refuses to print integers of thousands of digits, and a file may claim such a product.
+        size = str(needed) if needed.bit_length() < 1000 else "far more"
         raise CheckpointError(
-            f"{file}: {name} of shape {list(shape)} and {value['dtype']} needs "
-            f"{prod(shape) * dtype.itemsize} bytes, the header gives it {end - begin}"
+            f"{file}: {name} of shape {list(shape)} and {value['dtype']} needs {size} bytes, "
+            f"the header gives it {end - begin}"
         )
     return name, TensorEntry(file, dtype, shape, data_start + begin, end - begin)
+
+
+def _is_entry(value: Any) -> bool:
+    """Return whether `value` has exactly the fields of an entry, each of the right type."""
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
+        return False
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    lists = isinstance(shape, list) and isinstance(offsets, list)
+    return (
+        isinstance(dtype, str) and dtype in DTYPES and lists and len(shape) <= _MAX_DIMS and len(offsets) == 2
+    )
 
 
 def _check_coverage(file: Path, entries: list[TensorEntry], start: int, size: int) -> None:

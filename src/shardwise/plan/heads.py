@@ -138,8 +138,8 @@ def indivisible(
             fault = indivisible_heads(name, count, degree)
             yield Finding(fault.kind, f"config.{name}", fault.message, fault.fix)
     for owner in _owners(modules, planned):
-        for path in set(owner.projections) & set(owner.sharded):
-            key, style = planned[path]
+        for path in owner.projections:
+            key, style = planned.get(path, ("", None))
             count = _heads_of(owner, path)
             if type(style) is ColwiseParallel and count is not None and count % degree:
                 fault = indivisible_heads("its number of heads", count, degree)

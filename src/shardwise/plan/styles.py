@@ -129,7 +129,7 @@ class LinearStyle(Style):
     def _check_declared(self, module: nn.Linear, shard: Shard) -> None:
         """Refuse a cut that ignores block borders which the model itself declares: it would run, and be wrong."""
         declared = getattr(module, self.declared_attribute, None)
-        if not declared or sum(declared) != shard.size:
+        if not _are_blocks(declared) or sum(declared) != shard.size:
             return
         if not _borders(tuple(declared)) <= _borders(shard.blocks):
             raise StyleFault(
@@ -188,10 +188,9 @@ class _Packed(LinearStyle):
     def __post_init__(self) -> None:
         if self.blocks is None:
             return
-        blocks = tuple(self.blocks)
-        if not blocks or not all(type(block) is int and block > 0 for block in blocks):
+        if not _are_blocks(self.blocks):
             raise ConfigError(f"{type(self).__name__}: blocks must be positive integers, got {self.blocks!r}")
-        object.__setattr__(self, "blocks", blocks)
+        object.__setattr__(self, "blocks", tuple(self.blocks))
 
     @property
     def label(self) -> str:
@@ -205,6 +204,12 @@ class _Packed(LinearStyle):
                 "NoBlocks",
                 f"{self.label} has no blocks, and the Linear has no {self.declared_attribute}",
                 f"pass blocks, or set {self.declared_attribute} to the absolute sizes in the model's __init__",
+            )
+        if not _are_blocks(blocks):
+            raise StyleFault(
+                "BadBlocks",
+                f"{self.declared_attribute} is {blocks!r}, not a list of positive integers",
+                "set it to the absolute sizes in the model's __init__",
             )
         unit, rest = divmod(size, sum(blocks))
         if rest:
@@ -331,13 +336,20 @@ def as_style(value: object) -> Style:
     for packed in (PackedColwiseParallel, PackedRowwiseParallel):
         # diffusers declares its own plans with markers of the same names; they mean the same.
         if type(value).__name__ == packed.__name__:
-            return packed(getattr(value, "blocks", None))
+            try:
+                return packed(getattr(value, "blocks", None))
+            except ConfigError as error:
+                raise StyleFault("BadBlocks", str(error), "give positive integers") from error
     raise StyleFault(
         "UnknownStyle",
         f"{value!r} is not a sharding style",
         f"use one of {', '.join(map(repr, STYLES))}, PackedColwiseParallel, PackedRowwiseParallel, "
         "DivideAttributes",
     )
+
+
+def _are_blocks(value: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(value, (list, tuple)) and bool(value) and all(is_count(block) for block in value)
 
 
 def _borders(blocks: tuple[int, ...]) -> set[int]:
