@@ -26,7 +26,9 @@ def parse_args() -> argparse.Namespace:
     """Read the arguments; what is left out is chosen by what the machine has."""
     has_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="Tensor parallel FLUX.2")
-    parser.add_argument("--model", default="black-forest-labs/FLUX.2-dev", help="folder, hub id, or 'embedded'")
+    parser.add_argument(
+        "--model", default="black-forest-labs/FLUX.2-dev", help="folder, hub id, or 'embedded'"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if has_gpu else "cpu")
     parser.add_argument("--backend", help="default: nccl on cuda, gloo on cpu")
     parser.add_argument("--prompt", default="a red circle beside a blue square on a white background")
@@ -49,7 +51,10 @@ def main() -> None:
     model = demo_model_path() if embedded else args.model
 
     transformer = Flux2Transformer2DModel.from_pretrained(
-        model, subfolder="transformer", dtype=dtype, parallel_config=TensorParallelConfig(tp_degree=world_size)
+        model,
+        subfolder="transformer",
+        dtype=dtype,
+        parallel_config=TensorParallelConfig(tp_degree=world_size),
     )
     pipeline = DiffusionPipeline.from_pretrained(model, transformer=transformer, dtype=dtype)
     # The transformer is on its device already; move the rest one by one (never `pipeline.to(device)`).

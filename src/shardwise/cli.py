@@ -55,13 +55,12 @@ def _demo_table(report: DemoReport) -> Table:
     )
     for column in ("", "weights, bytes", "share", "read, bytes", "load, s", "draw, s"):
         table.add_column(column, justify="right" if column else "left")
-    seconds, whole = report.seconds, report.weight_bytes_one_process
-    rows = [("one process", whole, report.bytes_read_one_process, "_one_process")]
-    for rank, (held, read) in enumerate(
-        zip(report.weight_bytes_per_rank, report.bytes_read_per_rank, strict=True)
-    ):
-        rows.append((f"rank {rank}", held, read, ""))
-    for name, held, read, suffix in rows:
-        times = [f"{seconds[f'{step}{suffix}']:.1f}" for step in ("load", "draw")]
-        table.add_row(name, f"{held:,}", f"{held / whole:.1%}", f"{read:,}", *times)
+    whole = report.weight_bytes_one_process
+    alone = (report.load_seconds_one_process, report.seconds_one_process)
+    rows = [("one process", whole, report.bytes_read_one_process, alone)]
+    held_and_read = zip(report.weight_bytes_per_rank, report.bytes_read_per_rank, strict=True)
+    for rank, (held, read) in enumerate(held_and_read):
+        rows.append((f"rank {rank}", held, read, (report.load_seconds, report.seconds)))
+    for name, held, read, times in rows:
+        table.add_row(name, f"{held:,}", f"{held / whole:.1%}", f"{read:,}", *(f"{t:.1f}" for t in times))
     return table

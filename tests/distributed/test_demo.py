@@ -143,7 +143,7 @@ def test_demo_command_writes_sheet_and_report(tmp_path: Path, tp: int) -> None:
     assert len(report["weight_bytes_per_rank"]) == len(report["bytes_read_per_rank"]) == tp
     assert report["weight_bytes_one_process"] == 3_318_096 * 4
     assert report["all_reduces_per_step"] == (22 if tp > 1 else 0)
-    assert {"load", "draw", "load_one_process", "draw_one_process"} <= report["seconds"].keys()
+    assert report["seconds"] > 0
     for name in ("sheet.png", "sheet-one-process.png"):
         with Image.open(tmp_path / "out" / name) as picture:
             assert picture.size[0] > 600

@@ -72,7 +72,11 @@ class DemoReport:
     bytes_read_one_process: int
     bytes_read_per_rank: list[int]
     all_reduces_per_step: float
-    seconds: dict[str, float]
+    seconds: float
+    """To draw the sheet on the ranks."""
+    seconds_one_process: float
+    load_seconds: float
+    load_seconds_one_process: float
     max_pixel_difference: int
     prompts: list[str]
 
@@ -160,12 +164,10 @@ def _compare(tp_degree: int, per_rank: list[Drawn], alone: Drawn) -> DemoReport:
         bytes_read_one_process=alone.bytes_read,
         bytes_read_per_rank=[drawn.bytes_read for drawn in per_rank],
         all_reduces_per_step=first.all_reduces,
-        seconds={
-            "load": max(drawn.load_seconds for drawn in per_rank),
-            "draw": max(drawn.draw_seconds for drawn in per_rank),
-            "load_one_process": alone.load_seconds,
-            "draw_one_process": alone.draw_seconds,
-        },
+        seconds=max(drawn.draw_seconds for drawn in per_rank),
+        seconds_one_process=alone.draw_seconds,
+        load_seconds=max(drawn.load_seconds for drawn in per_rank),
+        load_seconds_one_process=alone.load_seconds,
         max_pixel_difference=int(steps.max()),
         prompts=list(PROMPTS),
     )
