@@ -36,6 +36,23 @@ def test_pipeline_with_an_unsharded_shardwise_class_saves_as_the_stock_pipeline(
     assert type(DiffusionPipeline.from_pretrained(tmp_path).transformer) is StockFlux2
 
 
+def _whole_components() -> tuple[dict[str, int], dict[str, float]]:
+    transformer = Flux2Transformer2DModel.from_pretrained(
+        demo_model_path(), subfolder="transformer", parallel_config=world()
+    )
+    pipeline = DiffusionPipeline.from_pretrained(demo_model_path(), transformer=transformer)
+    assert pipeline.transformer is transformer
+    reports = {name: placement(getattr(pipeline, name)) for name in ("transformer", "text_encoder", "vae")}
+    return {n: r.tp_degree for n, r in reports.items()}, {n: r.replicated_share for n, r in reports.items()}
+
+
+def test_L6_only_the_transformer_is_sharded_and_the_stock_pipeline_takes_it(two_ranks: Pool) -> None:
+    for degrees, replicated in two_ranks.run(_whole_components):
+        assert degrees == {"transformer": 2, "text_encoder": 1, "vae": 1}
+        assert replicated["transformer"] < 0.5
+        assert replicated["text_encoder"] == replicated["vae"] == 1.0
+
+
 def _clip() -> tuple[float, str]:
     from transformers import CLIPTextConfig, CLIPTextModel
 

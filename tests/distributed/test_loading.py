@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import TensorParallelConfig
+from shardwise import TensorParallelConfig, placement
 from shardwise.errors import ShardwiseError
 from tests import tolerances
-from tests.helpers import family, outputs, randomize, relative_error, save_tiny, tiny_model
+from tests.helpers import family, outputs, randomize, relative_error, save_tiny
 from tests.pool import Pool
 from tests.small_models import Mlp, Parallel, Transformer, small_input
 
@@ -260,46 +260,82 @@ def test_hub_id_loads_from_the_local_cache(two_ranks: Pool, tmp_path: Path) -> N
 # --- memory --------------------------------------------------------------------------------------------------
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest storage that any operation returned outside of the meta device."""
+class Allocations(TorchDispatchMode):
+    """Remembers every storage outside of the meta device that an operation returned: the largest, and their sum."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nbytes = 0
+        self.sizes: dict[int, int] = {}
+        self.alive: list[torch.UntypedStorage] = []  # so that no address is used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
-                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.sizes:
+                    self.sizes[storage.data_ptr()] = storage.nbytes()
+                    self.alive.append(storage)
         return result
 
 
-def _largest(name: str, folder: Path, in_memory: bool) -> int:
+def _allocations(name: str, folder: Path, in_memory: bool) -> tuple[int, int]:
+    """Return the bytes of the largest storage that a load made, and of all of them."""
     cls = getattr(family(name), name)
     config = TensorParallelConfig(dist.get_world_size())
-    with Largest() as seen:
+    with Allocations() as seen:
         if in_memory:
             cls.from_pretrained(folder).enable_parallelism(config=config)
         else:
             cls.from_pretrained(folder, parallel_config=config)
-    return seen.nbytes
+    return max(seen.sizes.values()), sum(seen.sizes.values())
 
 
-def test_L4_no_rank_ever_holds_a_full_size_planned_tensor(ranks: Pool, tmp_path: Path) -> None:
+def test_L4_L7_no_rank_ever_holds_a_full_size_planned_tensor(ranks: Pool, tmp_path: Path) -> None:
     name = "Flux2Transformer2DModel"
     config = {"num_attention_heads": 8, "num_layers": 1, "num_single_layers": 1}
-    save_tiny(name, tmp_path, **config)
-    model = tiny_model(name, stock=True, **config)
+    model = save_tiny(name, tmp_path, **config)
     fused = model.single_transformer_blocks[0].attn.to_qkv_mlp_proj.weight
-    unplanned = max(
-        p.nbytes for n, p in model.named_parameters() if "modulation" in n or "embed" in n or "norm_out" in n
-    )
-    bound = max(fused.nbytes // ranks.size, unplanned)
+    unplanned = {
+        n: p.nbytes
+        for n, p in model.named_parameters()
+        if "modulation" in n or "embed" in n or "norm_out" in n
+    }
+    bound = max(fused.nbytes // ranks.size, *unplanned.values())
+    whole = sum(p.nbytes for p in model.parameters())
+    local = sum(unplanned.values()) + (whole - sum(unplanned.values())) / ranks.size
     assert bound < fused.nbytes
-    assert max(ranks.run(_largest, name, tmp_path, in_memory=False)) <= bound
-    # The negative control: loading first and sharding afterwards must be seen to hold the whole tensor.
-    assert min(ranks.run(_largest, name, tmp_path, in_memory=True)) >= fused.nbytes
+    for largest, total in ranks.run(_allocations, name, tmp_path, in_memory=False):
+        assert largest <= bound
+        assert total < 1.1 * local  # the slices themselves, and a few small buffers
+    # The negative control: loading first and sharding afterwards holds whole tensors, and all of them.
+    for largest, total in ranks.run(_allocations, name, tmp_path, in_memory=True):
+        assert largest >= fused.nbytes
+        assert total > whole
+
+
+def _three_files(folder: Path) -> tuple[int, int, int, int]:
+    model = load(Parallel, folder)
+    report = placement(model)
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return (
+        model.load_report.bytes_read,
+        report.weight_bytes,
+        sum(storages.values()),
+        report.weight_bytes_one_process,
+    )
+
+
+def test_L4_bytes_from_a_checkpoint_of_three_files_are_a_rank_s_share(ranks: Pool, tmp_path: Path) -> None:
+    model = randomize(Parallel(layers=6))
+    model.save_pretrained(tmp_path, max_shard_size="26KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    whole = sum(p.nbytes for p in model.parameters())
+    biases_and_norm = sum(
+        p.nbytes for n, p in model.named_parameters() if "proj_out.bias" in n or "norm" in n
+    )
+    share = (whole - biases_and_norm) // ranks.size + biases_and_norm
+    assert ranks.run(_three_files, tmp_path) == [(share, share, share, whole)] * ranks.size
 
 
 # --- failures on one rank ----------------------------------------------------------------------------------------

@@ -105,6 +105,6 @@ def _run(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_comparison_fails_when_this_is_broken(ranks: Pool, name: str) -> None:
+def test_P12_comparison_fails_when_this_is_broken(ranks: Pool, name: str) -> None:
     # Nothing raises: these are the silent faults. Only the numbers tell.
     assert min(ranks.run(_run, name)) > tolerances.MISTAKE

@@ -380,7 +380,7 @@ def test_E7_refused_calls_leave_the_model_as_it_was_and_a_right_one_works(four_r
 
 
 def _different_plans() -> str:
-    plan = {"up": "colwise", "down": "rowwise"} if dist.get_rank() == 0 else {}
+    plan = {"up": "colwise", "down": "rowwise"} if dist.get_rank() == 0 else {"down": "rowwise_split_input"}
     model = randomize(Mlp())
     before = state(model)
     try:

@@ -39,7 +39,6 @@ ASKS_ONLY = {"is_available", "is_initialized", "get_rank", "get_world_size"}
 """Functions of torch.distributed that need no other rank."""
 TALKS = {
     "launch.py": {"init_process_group", "destroy_process_group", "elastic_launch"},
-    "demo/run.py": {"barrier"},
 }
 """What files other than `runtime/group.py` use of torch.distributed beyond that."""
 
@@ -106,37 +105,6 @@ def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Return the lines of a function from `def` to its end, docstring included, decorators not."""
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
-
-
-def undocumented(tree: ast.Module) -> list[str]:
-    """Return the public module, classes and functions that have no docstring."""
-    found = [] if ast.get_docstring(tree) else ["module"]
-
-    def visit(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                if node.name.startswith("_"):
-                    continue
-                if ast.get_docstring(node) is None:
-                    found.append(prefix + node.name)
-                if isinstance(node, ast.ClassDef):
-                    visit(node.body, f"{prefix}{node.name}.")
-
-    visit(tree.body, "")
-    return found
-
-
-def unannotated(tree: ast.Module) -> list[str]:
-    """Return the functions that lack the annotation of an argument or of their result."""
-    found = []
-    for node in functions(tree):
-        arguments = node.args
-        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        every += [argument for argument in (arguments.vararg, arguments.kwarg) if argument]
-        bare = [a.arg for a in every if a.annotation is None and a.arg not in ("self", "cls")]
-        if bare or node.returns is None:
-            found.append(node.name)
-    return found
 
 
 def over_the_package(rule: Callable[[str, ast.Module], Collection[str]]) -> dict[str, Collection[str]]:
@@ -259,7 +227,7 @@ def test_what_needs_no_other_rank_is_no_collective(source: str) -> None:
     assert not distributed_functions(ast.parse(source))
 
 
-# ---------------------------------------------------------------- lengths, docstrings, annotations
+# ---------------------------------------------------------------- lengths
 
 
 def test_functions_are_short() -> None:
@@ -278,44 +246,6 @@ def test_files_are_short() -> None:
 def test_length_of_a_function_is_that_of_its_definition() -> None:
     source = '@property\ndef f(\n    a: int,\n) -> int:\n    """Doc."""\n    return a\n\n\nx = 1\n'
     assert [lines(node) for node in functions(ast.parse(source))] == [5]
-
-
-def test_everything_public_has_a_docstring() -> None:
-    assert over_the_package(lambda name, tree: undocumented(tree)) == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("x = 1", ["module"]),
-        ('"""Doc."""\ndef f(): pass\nasync def g(): pass', ["f", "g"]),
-        ('"""Doc."""\nclass A:\n    def f(self): pass\n    def _g(self): pass', ["A", "A.f"]),
-        ('"""Doc."""\nclass _A:\n    def f(self): pass\ndef _f(): pass', []),
-    ],
-)
-def test_missing_docstring_is_noticed(source: str, found: list[str]) -> None:
-    assert undocumented(ast.parse(source)) == found
-
-
-def test_every_function_is_annotated() -> None:
-    assert over_the_package(lambda name, tree: unannotated(tree)) == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("def f(a: int) -> int: ...", []),
-        ("class A:\n    def f(self, a: int, *b: int, **c: int) -> int: ...", []),
-        ("def f(): ...", ["f"]),
-        ("def f(a) -> int: ...", ["f"]),
-        ("def f(*a) -> int: ...", ["f"]),
-        ("def f(*, a) -> int: ...", ["f"]),
-        ("def f(**a) -> int: ...", ["f"]),
-        ("def f() -> int:\n    async def g(): ...", ["g"]),
-    ],
-)
-def test_missing_annotation_is_noticed(source: str, found: list[str]) -> None:
-    assert unannotated(ast.parse(source)) == found
 
 
 # ---------------------------------------------------------------- what is public

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import DivideAttributes
+from shardwise import DivideAttributes, PackedColwiseParallel
 from shardwise.errors import PlanError
 from shardwise.plan.resolve import ResolvedPlan, resolve
 from shardwise.plan.styles import PerHead
@@ -128,3 +128,23 @@ def test_module_with_two_names_may_be_planned_by_one_of_them_or_by_both() -> Non
         layouts = resolve(of, plan, 2).layouts
         assert layouts["attn.q.weight"] == layouts["twin.q.weight"]
     assert kinds(of, QKVO | {"twin.q": "rowwise"}) == {"MatchedTwice"}
+
+
+@pytest.mark.parametrize(("blocks", "degree", "fits"), [([1, 1, 1], 2, True), ([1, 1, 1], 4, False)])
+def test_E4_fused_queries_keys_and_values_are_cut_between_heads_only(
+    blocks: list[int], degree: int, fits: bool
+) -> None:
+    attn = type("Fused", (nn.Module,), {})()
+    attn.head_dim, attn.to_qkv, attn.to_out = 4, nn.Linear(8, 24), nn.Linear(8, 8)  # two heads of four
+    root = nn.Module()
+    root.attn = attn
+    plan = {"attn.to_qkv": PackedColwiseParallel(blocks), "attn.to_out": "rowwise"}
+    if fits:
+        assert resolve(root, plan, degree).layouts["attn.to_qkv.weight"].blocks == (8, 8, 8)
+    else:
+        assert kinds(root, plan, degree) == {"IndivisibleHeads"}
+
+
+def test_plan_that_shards_nothing_is_refused() -> None:
+    assert kinds(model({"heads": 4}), {}) == {"NothingSharded"}
+    assert kinds(model({"heads": 4}), {"attn": DivideAttributes("heads")}) == {"NothingSharded"}

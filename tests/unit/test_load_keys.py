@@ -211,7 +211,8 @@ def load(
     index = read_header(file)
     keys = match_keys(model, index)
     with SliceReader(rank, 2, torch.device("cpu")) as reader:
-        tensors, report = load_tensors(model, index, keys, resolve(model, plan, 2), reader, lambda n, s, b: s)
+        resolved = resolve(model, plan, 2 if plan else 1)
+        tensors, report = load_tensors(model, index, keys, resolved, reader, lambda n, s, b: s)
     return tensors, report, keys
 
 

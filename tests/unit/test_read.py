@@ -298,11 +298,21 @@ def test_file_that_shrinks_after_it_was_opened_is_an_error(
 ) -> None:
     index = store(tmp_path, a=random_tensor((3,)), x=random_tensor((12, 6)))
     entry = index["x"]
-    with SliceReader(1, 2, CPU) as reader:
+    with refused(entry, "x", "truncated"), SliceReader(1, 2, CPU) as reader:
         reader.read("a", index["a"], Replicated(), torch.float32)
         os.truncate(entry.file, entry.offset + entry.nbytes - missing)
-        with refused(entry, "x", "truncated"):
-            reader.read("x", entry, layout, dtype)
+        reader.read("x", entry, layout, dtype)
+
+
+@pytest.mark.parametrize("change", ["rewritten", "grown"])
+def test_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, change: str) -> None:
+    entry = store(tmp_path, x=random_tensor((12, 6)))["x"]
+    with refused(entry, "was changed while it was read"), SliceReader(1, 2, CPU) as reader:
+        reader.read("x", entry, Replicated(), torch.float32)
+        with entry.file.open("r+b") as stream:
+            stream.seek(0, os.SEEK_SET if change == "rewritten" else os.SEEK_END)
+            stream.write(b"\0")
+        os.utime(entry.file, ns=(0, 0))  # whatever the clock's resolution
 
 
 def test_slice_that_lies_before_the_end_of_a_truncated_file_is_read(tmp_path: Path) -> None:

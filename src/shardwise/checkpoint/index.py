@@ -120,10 +120,11 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is given twice")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"{name!r} is given twice")
+        result[name] = value
     return result
 
 

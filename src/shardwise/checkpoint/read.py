@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,17 +44,31 @@ def runs(entry: TensorEntry, layout: Layout, rank: int, degree: int) -> Iterator
             yield entry.offset + row * pitch + start, length
 
 
+class _OpenFile(NamedTuple):
+    descriptor: int
+    stamp: tuple[int, int]
+
+
+def _stamp(descriptor: int) -> tuple[int, int]:
+    """Return what changes when a file is written to: its size, and the time of the last change."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
 class SliceReader:
     """Reads slices of safetensors files. Use it as a context manager: it keeps the files open.
 
     Attributes:
         bytes_read: Bytes of tensor data read so far.
+
+    Raises:
+        CheckpointError: at the end, if a file was written to in the meantime.
     """
 
     def __init__(self, rank: int, degree: int, device: torch.device) -> None:
         self.rank, self.degree, self.device = rank, degree, device
         self.bytes_read = 0
-        self._files: dict[Path, int] = {}
+        self._files: dict[Path, _OpenFile] = {}
 
     def __enter__(self) -> SliceReader:
         return self
@@ -61,9 +76,12 @@ class SliceReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        changed = [file for file, opened in self._files.items() if _stamp(opened.descriptor) != opened.stamp]
+        for opened in self._files.values():
+            os.close(opened.descriptor)
         self._files.clear()
+        if changed and error is None:
+            raise CheckpointError(f"{changed[0]} was changed while it was read")
 
     def read(self, name: str, entry: TensorEntry, layout: Layout, dtype: torch.dtype) -> Tensor:
         """Return this rank's slice of one tensor on the reader's device, as `dtype`.
@@ -116,10 +134,11 @@ class SliceReader:
     def _open(self, file: Path) -> int:
         if file not in self._files:
             try:
-                self._files[file] = os.open(file, os.O_RDONLY)
+                descriptor = os.open(file, os.O_RDONLY)
             except OSError as error:
                 raise CheckpointError(f"{file} cannot be opened: {error}") from error
-        return self._files[file]
+            self._files[file] = _OpenFile(descriptor, _stamp(descriptor))
+        return self._files[file].descriptor
 
 
 def _bytes(tensor: Tensor) -> memoryview:

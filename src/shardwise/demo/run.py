@@ -117,7 +117,6 @@ def draw_sharded(tp_degree: int) -> Drawn:
     device = transformer.device
     pipeline.text_encoder.to(device)
     pipeline.vae.to(device)
-    dist.barrier()
     return draw(pipeline, time.perf_counter() - start)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.errors import Finding
+from shardwise.plan.layout import Shard
 from shardwise.plan.styles import (
     ColwiseParallel,
     DivideAttributes,
@@ -140,10 +141,27 @@ def indivisible(
     for owner in _owners(modules, planned):
         for path in owner.projections:
             key, style = planned.get(path, ("", None))
-            count = _heads_of(owner, path)
-            if type(style) is ColwiseParallel and count is not None and count % degree:
-                fault = indivisible_heads("its number of heads", count, degree)
-                yield Finding(fault.kind, path, fault.message, fault.fix, key)
+            for count in _head_counts(owner, path, style):
+                if count % degree:
+                    fault = indivisible_heads("its number of heads", count, degree)
+                    yield Finding(fault.kind, path, fault.message, fault.fix, key)
+
+
+def _head_counts(owner: _Owner, path: str, style: Style | None) -> list[int]:
+    """Return how many heads each part of a colwise projection makes, where the width of a head is known.
+
+    Of a fused projection only the blocks that its name counts as queries, keys and values are made of heads.
+    """
+    width = owner.head_width
+    if width is None or not isinstance(style, ColwiseParallel):
+        return []
+    try:
+        shard = style.layouts(owner.linears[path])["weight"]
+    except StyleFault:
+        return []  # reported where the style is applied
+    assert isinstance(shard, Shard)
+    letters = _letters(_own_name(owner.path, path))
+    return [rows // width for rows in shard.blocks[: len(letters)] if rows % width == 0]
 
 
 def _half_planned(owner: _Owner) -> StyleFault | None:
@@ -232,6 +250,11 @@ def _owner_path(modules: Mapping[str, nn.Module], path: str) -> str:
     while owner and isinstance(modules[owner], _CONTAINERS):
         owner = owner.rpartition(".")[0]
     return owner
+
+
+def _letters(name: str) -> str:
+    """Return which of q, k and v a Linear makes, by the words of its name: `add_k_proj` gives "k", `to_qkv` "qkv"."""
+    return "".join(_LETTERS.get(word, word) for word in _PROJECTION.findall(name))
 
 
 def _own_name(owner: str, path: str) -> str:

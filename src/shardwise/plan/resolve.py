@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.errors import Finding, PlanError
 from shardwise.plan import heads
-from shardwise.plan.layout import Layout, Replicated
+from shardwise.plan.layout import Layout, Replicated, Shard
 from shardwise.plan.styles import Style, StyleFault, as_style
 
 _T = TypeVar("_T")
@@ -84,6 +84,11 @@ def resolve(model: nn.Module, plan: Plan | object, degree: int) -> ResolvedPlan:
     planned_modules = tuple(m for m in resolved if m)
     layouts = _layouts(modules, planned_modules)
     findings += _shared(model, layouts)
+    if degree > 1 and not findings and not any(isinstance(layout, Shard) for layout in layouts.values()):
+        message = "the plan shards no weight: every rank would hold the whole model"
+        findings.append(
+            Finding("NothingSharded", type(model).__name__, message, "add patterns of its Linears")
+        )
     if findings:
         fits = partial(_fits, modules, planned, entries, config)
         degrees = filter(fits, range(1, _LARGEST_DEGREE + 1))

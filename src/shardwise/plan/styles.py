@@ -126,12 +126,23 @@ class LinearStyle(Style):
     def _blocks(self, module: nn.Linear, size: int) -> tuple[int, ...]:
         return (size,)
 
+    def _declared(self, module: nn.Linear) -> tuple[int, ...]:
+        """Return the block sizes that the model declares on the Linear; none is an empty tuple."""
+        declared = getattr(module, self.declared_attribute, None) or ()
+        if declared and not _are_blocks(declared):
+            raise StyleFault(
+                "BadBlocks",
+                f"{self.declared_attribute} is {declared!r}, not a list of positive integers",
+                "set it to the absolute sizes in the model's __init__",
+            )
+        return tuple(declared)
+
     def _check_declared(self, module: nn.Linear, shard: Shard) -> None:
         """Refuse a cut that ignores block borders which the model itself declares: it would run, and be wrong."""
-        declared = getattr(module, self.declared_attribute, None)
-        if not _are_blocks(declared) or sum(declared) != shard.size:
+        declared = self._declared(module)
+        if sum(declared) != shard.size:
             return
-        if not _borders(tuple(declared)) <= _borders(shard.blocks):
+        if not _borders(declared) <= _borders(shard.blocks):
             raise StyleFault(
                 "PackedWeight",
                 f"the Linear packs blocks of {list(declared)} ({self.declared_attribute}), "
@@ -198,18 +209,12 @@ class _Packed(LinearStyle):
         return f"{type(self).__name__}({list(self.blocks) if self.blocks else ''})"
 
     def _blocks(self, module: nn.Linear, size: int) -> tuple[int, ...]:
-        blocks = self.blocks or getattr(module, self.declared_attribute, None)
+        blocks = self.blocks or self._declared(module)
         if not blocks:
             raise StyleFault(
                 "NoBlocks",
                 f"{self.label} has no blocks, and the Linear has no {self.declared_attribute}",
                 f"pass blocks, or set {self.declared_attribute} to the absolute sizes in the model's __init__",
-            )
-        if not _are_blocks(blocks):
-            raise StyleFault(
-                "BadBlocks",
-                f"{self.declared_attribute} is {blocks!r}, not a list of positive integers",
-                "set it to the absolute sizes in the model's __init__",
             )
         unit, rest = divmod(size, sum(blocks))
         if rest:
