@@ -79,7 +79,20 @@ class Shard:
         return f"shard(dim {self.dim}{blocks})"
 
 
+@dataclass(frozen=True)
+class Partial:
+    """Each rank holds one term of a sum; only activations are ever so, between a product and its reduction."""
+
+    def __str__(self) -> str:
+        """Return the word used in reports."""
+        return "partial sum"
+
+
 Layout = Replicated | Shard
+"""How a parameter lies on the ranks."""
+
+Activation = Replicated | Shard | Partial
+"""How a value of the forward pass lies on the ranks."""
 
 
 def divisors(number: int) -> list[int]:

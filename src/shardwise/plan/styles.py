@@ -37,6 +37,17 @@ class Style:
     sums_gradients: ClassVar[bool] = False
     """Whether the module's whole parameters meet a slice, so that each rank knows a part of their gradient."""
 
+    opaque: ClassVar[bool] = True
+    """Whether the checker takes the style's word for what the module does, and does not look inside."""
+
+    def needs(self, module: nn.Module, ndim: int) -> Layout | None:
+        """Return the layout that the first input of `ndim` dims must have; None takes any."""
+        return None
+
+    def leaves(self, module: nn.Module, shape: tuple[int, ...]) -> Layout:
+        """Return the layout of an output of the whole `shape`."""
+        return Replicated()
+
     def layouts(self, module: nn.Module) -> dict[str, Layout]:
         """Return the layout of each own parameter of `module`, by its name in the module.
 
@@ -101,14 +112,19 @@ class LinearStyle(Style):
                 "remove the parametrization first, or leave the module out of the plan",
             )
 
+    def blocks_of(self, module: nn.Module) -> tuple[int, ...]:
+        """Return the sizes of the blocks in which the weight is cut."""
+        shard = self.layouts(module)["weight"]
+        assert isinstance(shard, Shard)
+        return shard.blocks
+
     def attributes(self, module: nn.Module) -> tuple[str, ...]:
         """Return the Linear's own size attribute."""
         return (self.size_attribute,)
 
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
         """Yield one fault for each block that `degree` does not divide on its own."""
-        shard = self.layouts(module)["weight"]
-        assert isinstance(shard, Shard)
+        shard = Shard(self.dim, self.blocks_of(module))
         good = [d for d in divisors(min(shard.blocks)) if not shard.indivisible(d)]
         for i in shard.indivisible(degree):
             yield StyleFault(
@@ -164,6 +180,14 @@ class ColwiseParallel(LinearStyle):
     size_attribute: ClassVar[str] = "out_features"
     declared_attribute: ClassVar[str] = "_tp_packed_col_blocks"
 
+    def needs(self, module: nn.Module, ndim: int) -> Layout:
+        """Ask for a whole input."""
+        return Replicated()
+
+    def leaves(self, module: nn.Module, shape: tuple[int, ...]) -> Layout:
+        """Leave the last dim sharded."""
+        return Shard(len(shape) - 1, self.blocks_of(module))
+
 
 @dataclass(frozen=True)
 class RowwiseParallel(LinearStyle):
@@ -178,6 +202,10 @@ class RowwiseParallel(LinearStyle):
     size_attribute: ClassVar[str] = "in_features"
     declared_attribute: ClassVar[str] = "_tp_packed_row_blocks"
 
+    def needs(self, module: nn.Module, ndim: int) -> Layout:
+        """Ask for an input whose last dim is sharded in the blocks of the weight."""
+        return Shard(ndim - 1, self.blocks_of(module))
+
 
 @dataclass(frozen=True)
 class RowwiseSplitInputParallel(RowwiseParallel):
@@ -188,6 +216,10 @@ class RowwiseSplitInputParallel(RowwiseParallel):
     """
 
     plan_name: ClassVar[str] = "rowwise_split_input"
+
+    def needs(self, module: nn.Module, ndim: int) -> Layout:
+        """Ask for a whole input."""
+        return Replicated()
 
 
 @dataclass(frozen=True)
@@ -258,6 +290,7 @@ class DivideAttributes(Style):
         names: Attributes set on the module itself. One that is None in some blocks is left alone there.
     """
 
+    opaque: ClassVar[bool] = False
     names: tuple[str, ...]
 
     def __init__(self, *names: str) -> None:
@@ -299,6 +332,7 @@ class PerHead(Style):
     Found for the query and key norms of an attention whose heads are divided; a plan need not name it.
     """
 
+    opaque: ClassVar[bool] = False
     sums_gradients: ClassVar[bool] = True
 
     def layouts(self, module: nn.Module) -> dict[str, Layout]:
