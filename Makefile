@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 TP     ?= 2
 OUT    ?= demo-output
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test mutation lint format clean
 
 setup: $(VENV)/.ready
 
@@ -21,6 +21,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# Holds the static check against the whole record of wrong plans; tools/mutation/truth.py makes the record anew.
+mutation: setup
+	$(BIN)/python -m tools.mutation.report
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,40 @@ def tiny_inputs(name: str, seed: int = 0, **kwargs: Any) -> dict[str, Any]:
     return family(name).tiny_inputs(torch.Generator().manual_seed(seed), **kwargs)
 
 
+def variants() -> list[tuple[str, str]]:
+    """Return (model class, variant) for each further configuration that a family's file lists."""
+    return [(name, variant) for name in FAMILIES for variant in getattr(family(name), "TINY_VARIANTS", {})]
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return `value` with `function` applied to each tensor in its dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield each tensor in the lists and tuples of `value`."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return inputs with their floating tensors in `dtype`; those in a tuple are tables, which stay as they are."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return {k: v if isinstance(v, tuple) else map_tensors(convert, v) for k, v in inputs.items()}
+
+
 def save_tiny(name: str, folder: Path, max_shard_size: str = "10GB", **config: Any) -> Any:
     """Write a tiny model as its diffusers class would, and return it."""
     model = tiny_model(name, stock=True, **config)
@@ -54,7 +89,7 @@ def save_tiny(name: str, folder: Path, max_shard_size: str = "10GB", **config: A
 @torch.no_grad()
 def outputs(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     """Return the output tensors of a diffusers model."""
-    return list(model(**inputs, return_dict=False))
+    return list(tensors_of(model(**inputs, return_dict=False)))
 
 
 def relative_error(actual: list[Tensor] | Tensor, expected: list[Tensor] | Tensor) -> float:

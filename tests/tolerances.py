@@ -14,6 +14,9 @@ FP64 = 1e-12
 BF16_RATIO = 1.5
 """A sharded bf16 forward may be this many times as far from fp32 as the one-process bf16 forward is."""
 
+HALF_STEPS = 1.0
+"""An element of a norm in half precision, in steps of its dtype: another order of summing may round it to the next."""
+
 MISTAKE = 1e-3
 """A wrong plan must be at least this far off: a hundred times the fp32 tolerance."""
 

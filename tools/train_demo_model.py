@@ -1,4 +1,4 @@
-"""Train the demo model of shardwise from nothing: python tools/train_demo_model.py --out DIR.
+"""Train the demo model of shardwise from nothing: python -m tools.train_demo_model --out DIR.
 
 Every picture and caption is made up by `shardwise.demo.world`; no file is read and nothing is downloaded. Five
 stages follow each other: a tokenizer for the captions, an autoencoder for the pictures, a sharper decoder, a
@@ -17,13 +17,13 @@ from pathlib import Path
 from random import Random
 
 import click
+from tools.demo_training.autoencoder import new_autoencoder, sharpen_decoder, to_tensor, train_autoencoder
+from tools.demo_training.captions import train_tokenizer
+from tools.demo_training.denoiser import new_text_encoder, new_transformer, sample_pairs, train_denoiser
+from tools.demo_training.fitting import seeded
+from tools.demo_training.result import judge_model, save_pipeline
+from tools.demo_training.settings import Recipe
 
-from demo_training.autoencoder import new_autoencoder, sharpen_decoder, to_tensor, train_autoencoder
-from demo_training.captions import train_tokenizer
-from demo_training.denoiser import new_text_encoder, new_transformer, sample_pairs, train_denoiser
-from demo_training.fitting import seeded
-from demo_training.result import judge_model, save_pipeline
-from demo_training.settings import Recipe
 from shardwise.demo.world import render, sample_scene
 
 

@@ -2,42 +2,58 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import TensorParallelConfig
 from shardwise.demo import demo_model_path
 from shardwise.errors import ShardwiseError
-from shardwise.plan.styles import DivideAttributes, PackedColwiseParallel, PackedRowwiseParallel
+from shardwise.plan.styles import (
+    DivideAttributes,
+    IfPresent,
+    PackedColwiseParallel,
+    PackedRowwiseParallel,
+    SliceOutput,
+)
 from shardwise.runtime.placement import placement
 
 if TYPE_CHECKING:
+    from shardwise.models.checking import check
     from shardwise.models.mixin import TensorParallelMixin
     from shardwise.models.parallelism import enable_parallelism
+    from shardwise.verification import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DivideAttributes",
+    "IfPresent",
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
     "ShardwiseError",
+    "SliceOutput",
     "TensorParallelConfig",
     "TensorParallelMixin",
     "__version__",
+    "check",
     "demo_model_path",
     "enable_parallelism",
     "placement",
+    "verify",
 ]
+
+
+_ON_DEMAND = {
+    "TensorParallelMixin": "shardwise.models.mixin",
+    "check": "shardwise.models.checking",
+    "enable_parallelism": "shardwise.models.parallelism",
+    "verify": "shardwise.verification",
+}
+"""What belongs to the diffusers side, whose import takes seconds -> where it is."""
 
 
 def __getattr__(name: str) -> Any:
     """Import what belongs to the diffusers side when it is first asked for."""
-    if name == "TensorParallelMixin":
-        from shardwise.models.mixin import TensorParallelMixin
-
-        return TensorParallelMixin
-    if name == "enable_parallelism":
-        from shardwise.models.parallelism import enable_parallelism
-
-        return enable_parallelism
-    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    return getattr(import_module(_ON_DEMAND[name]), name)

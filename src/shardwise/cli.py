@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise import __version__
+from shardwise.errors import PlanError, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.demo.run import DemoReport
@@ -64,3 +68,120 @@ def _demo_table(report: DemoReport) -> Table:
     for name, held, read, times in rows:
         table.add_row(name, f"{held:,}", f"{held / whole:.1%}", f"{read:,}", *(f"{t:.1f}" for t in times))
     return table
+
+
+@main.command()
+@click.argument("model")
+@click.option(
+    "--tp", "tp_degree", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks."
+)
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON file of module pattern -> style, in place of the declared plan.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def check(model: str, tp_degree: int, plan_file: Path | None, as_json: bool) -> None:
+    """Check the plan of MODEL without reading a weight.
+
+    MODEL is the name of a model class (its default, full-size configuration is used), a folder or hub id with a
+    config.json, or "embedded" for the model that comes with shardwise.
+
+    Exits 1 if something is found, 2 if the question is wrong.
+    """
+    from shardwise.models.checking import check as run
+    from shardwise.plan.files import read_plan
+
+    with _exit_codes():
+        plan = read_plan(plan_file) if plan_file else None
+        report = run(str(_embedded()) if model == "embedded" else model, plan, tp_degree)
+    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else f"{model}: {report}")
+    if not report.ok:
+        raise SystemExit(1)
+
+
+@main.command()
+@click.argument("model")
+@click.option(
+    "--tp", "tp_degree", type=click.IntRange(min=2), default=2, show_default=True, help="Number of ranks."
+)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Where; by default CUDA if each rank can have one."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="What to compute in; by default float32.",
+)
+@click.option(
+    "--subfolder", help="Folder of the checkpoint; of a pipeline's folder, by default its transformer."
+)
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON file of module pattern -> style, in place of the declared plan.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the error of each module in this PNG file.",
+)
+def verify(
+    model: str,
+    tp_degree: int,
+    device: str | None,
+    dtype: str | None,
+    subfolder: str | None,
+    plan_file: Path | None,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Compare MODEL on several ranks with one process, module by module.
+
+    MODEL is the name of a model class (its tiny configuration with random weights is used), a folder or hub id
+    of a checkpoint, or "embedded" for the model that comes with shardwise.
+
+    Exits 1 if the plan is wrong, 2 if the question is.
+    """
+    import torch  # takes seconds to import
+
+    from shardwise.plan.files import read_plan
+    from shardwise.verification import verify as run
+    from shardwise.verification.plot import draw_strip, require_matplotlib
+
+    with _exit_codes():
+        if plot is not None:
+            require_matplotlib()
+        report = run(
+            _embedded() if model == "embedded" else model,
+            tp_degree,
+            plan=read_plan(plan_file) if plan_file else None,
+            dtype=getattr(torch, dtype) if dtype else None,
+            device=device,
+            subfolder=subfolder,
+        )
+        if plot is not None:
+            draw_strip(report, plot)
+    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
+    if not report.ok:
+        raise SystemExit(1)
+
+
+def _embedded() -> Path:
+    """Return the folder of the embedded transformer."""
+    from shardwise.demo import demo_model_path
+
+    return demo_model_path() / "transformer"
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Show an error of the library as one: exit code 1 for a wrong plan, 2 for anything else."""
+    try:
+        yield
+    except ShardwiseError as error:
+        click.echo(f"Error: {error}", err=True)
+        raise SystemExit(1 if isinstance(error, PlanError) else 2) from error

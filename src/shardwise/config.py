@@ -23,6 +23,10 @@ class TensorParallelConfig:
         mesh: A one-dimensional `DeviceMesh`, possibly a slice of a larger one (`mesh["tp"]`). Its size is
             the degree, and a rank's slice follows its coordinate in the mesh, not its global rank. Without
             a mesh, the ranks are all those of the default process group.
+        check: Whether the plan is checked statically: before any weight is read where example inputs are
+            known for the class, otherwise on the inputs of the first forward.
+        debug: Whether every forward compares the model's inputs over the ranks, and raises where they differ. The
+            environment variable `SHARDWISE_DEBUG=1` asks for the same. One rank that asks is enough.
 
     Raises:
         ConfigError: `tp_degree` is not a positive integer, or `mesh` is not one-dimensional, or the two
@@ -31,6 +35,8 @@ class TensorParallelConfig:
 
     tp_degree: int = 1
     mesh: DeviceMesh | None = None
+    check: bool = True
+    debug: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields against each other; a mesh alone decides the degree."""

@@ -8,7 +8,8 @@
     ├── UnsupportedOperation (NotImplementedError)  something a sharded model cannot do
     ├── CheckpointError      (RuntimeError)         files that are missing, invalid, or do not fit the model
     ├── GroupError           (RuntimeError)         no process group, or this rank is not in it
-    └── RankFailure          (RuntimeError)         another rank failed; its message is repeated here
+    ├── RankFailure          (RuntimeError)         another rank failed; its message is repeated here
+    └── UnequalInputs        (RuntimeError)         the ranks called one model with different inputs
 
 Owns the wording frame only: every message says what is wrong, where, and what would fix it. Imports nothing.
 """
@@ -49,6 +50,10 @@ class GroupError(ShardwiseError, RuntimeError):
 
 class RankFailure(ShardwiseError, RuntimeError):
     """Another rank failed in a step that all ranks take together."""
+
+
+class UnequalInputs(ShardwiseError, RuntimeError):
+    """The ranks called a sharded model with different inputs; raised on all of them, in debug mode."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from shardwise.errors import ConfigError
 
-def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+
+def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, device: str | None = None) -> list[Any]:
     """Run `function(*args)` in `ranks` new processes that share a process group; return their results by rank.
 
     The backend is NCCL where each rank can have a CUDA device of its own, gloo on CPU otherwise.
@@ -21,10 +23,13 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]
         function: A function of an importable module; its result must be picklable.
         ranks: Number of processes on this machine.
         args: Picklable arguments.
+        device: `"cpu"` or `"cuda"`, where the choice is not to be made here.
 
     Raises:
+        ConfigError: CUDA was asked for, and there are fewer devices than ranks.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed; all are stopped.
     """
+    on_cuda = _on_cuda(ranks, device)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -36,13 +41,23 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]
         start_method="spawn",
         monitor_interval=0.1,
     )
-    results: dict[int, Any] = elastic_launch(config, _rank)(function, ranks, args)
+    results: dict[int, Any] = elastic_launch(config, _rank)(function, ranks, args, on_cuda)
     return [results[rank] for rank in range(ranks)]
 
 
-def _rank(function: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> Any:
+def _on_cuda(ranks: int, device: str | None) -> bool:
+    """Return whether the ranks use CUDA devices."""
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    if device == "cuda" and not enough:
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise ConfigError(f"{ranks} ranks need a CUDA device each, this machine has {found}")
+    return enough and device != "cpu"
+
+
+def _rank(function: Callable[..., Any], ranks: int, args: tuple[Any, ...], on_cuda: bool) -> Any:
     """Be one rank: join the process group, run, leave it."""
-    on_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:

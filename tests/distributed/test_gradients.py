@@ -15,21 +15,43 @@ from shardwise import TensorParallelConfig, enable_parallelism
 from shardwise.runtime import modules
 from shardwise.runtime.shard import local_slice, sharding_of
 from tests import tolerances
-from tests.helpers import FAMILIES, randomize, relative_error, tiny_inputs, tiny_model
+from tests.helpers import (
+    FAMILIES,
+    family,
+    map_tensors,
+    randomize,
+    relative_error,
+    tensors_of,
+    tiny_inputs,
+    tiny_model,
+    variants,
+)
 from tests.pool import Pool
 from tests.small_models import SMALL, Glu, Mlp, Modulation, small_input
 
-DIFFERENTIABLE = {"x", "hidden_states", "encoder_hidden_states", "pooled_projections", "audio_hidden_states"}
+DIFFERENTIABLE = {
+    "x",
+    "hidden_states",
+    "encoder_hidden_states",
+    "encoder_hidden_states_image",
+    "pooled_projections",
+    "audio_hidden_states",
+    "cap_feats",
+    "siglip_feats",
+}
 """Inputs that are data. Positions are left out: no layer stands between them and each rank's own heads."""
 
 
-def _backward(model: nn.Module, inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _backward(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the gradients of the inputs and of the parameters, for a loss that uses every output."""
-    inputs = {k: v.clone().requires_grad_() if k in DIFFERENTIABLE else v for k, v in inputs.items()}
-    results = model(**inputs, return_dict=False)
+    data = {
+        k: map_tensors(lambda t: t.clone().requires_grad_(), inputs[k])
+        for k in inputs.keys() & DIFFERENTIABLE
+    }
+    results = list(tensors_of(model(**{**inputs, **data}, return_dict=False)))
     weights = [torch.randn(r.shape, generator=torch.Generator().manual_seed(5)).to(r.dtype) for r in results]
     sum((r * w).sum() for r, w in zip(results, weights, strict=True)).backward()
-    grads = {k: v.grad for k, v in inputs.items() if k in DIFFERENTIABLE}
+    grads = [tensor.grad for name in sorted(data) for tensor in tensors_of(data[name])]
     return grads, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -48,8 +70,7 @@ def _compare(whole: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
         (got[name] - local_slice(grad, sharding.plan.layout(name), rank, degree)).abs().max() / scale
         for name, grad in wanted.items()
     ]
-    inputs_error = relative_error([got_inputs[k] for k in wanted_inputs], list(wanted_inputs.values()))
-    return inputs_error, max(errors).item()
+    return relative_error(got_inputs, wanted_inputs), max(errors).item()
 
 
 def _family(name: str) -> tuple[float, float]:
@@ -68,6 +89,18 @@ def test_gradients_of_small_models_equal_one_process(ranks: Pool, cls: type[Any]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_of_families_equal_one_process_per_head_norms_included(ranks: Pool, name: str) -> None:
     assert max(max(errors) for errors in ranks.run(_family, name)) < tolerances.FP32
+
+
+def _variant(name: str, variant: str) -> tuple[float, float]:
+    config, inputs_of = family(name).TINY_VARIANTS[variant]
+    return _compare(tiny_model(name, **config), inputs_of(torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize(("name", "variant"), variants())
+def test_gradients_of_other_configurations_equal_one_process(
+    two_ranks: Pool, name: str, variant: str
+) -> None:
+    assert max(max(errors) for errors in two_ranks.run(_variant, name, variant)) < tolerances.FP32
 
 
 def _per_head_norms_unsummed(name: str) -> float:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from shardwise import TensorParallelConfig, placement
 from shardwise.plan.layout import Replicated, Shard
 from shardwise.plan.resolve import resolve
 from shardwise.plan.styles import PackedColwiseParallel
+from shardwise.runtime.group import CountingGroup
 from shardwise.runtime.placement import Placement
 from shardwise.runtime.shard import assign, global_shapes, local_slice, localize, named_tensors
 
@@ -40,8 +40,8 @@ class Tied(nn.Module):
 
 
 def sharded(rank: int = 1, degree: int = 2) -> Model:
-    """Return a rank's part of a `Model`; the group knows the rank and can do nothing."""
-    model, group = Model(), SimpleNamespace(rank=rank, degree=degree)
+    """Return a rank's part of a `Model`; the group knows the rank and only counts."""
+    model, group = Model(), CountingGroup(degree, rank)
     plan, shapes = resolve(model, PLAN, degree), global_shapes(model)
     pieces = {
         name: local_slice(t.detach(), plan.layout(name), rank, degree) for name, t in named_tensors(model)

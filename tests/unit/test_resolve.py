@@ -231,16 +231,19 @@ def test_plan_of_the_model_itself_names_parameters_without_a_dot() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("degree", [2, 4])
-def test_P11_shipped_plan_fits_its_model_and_every_key_is_used(name: str, degree: int) -> None:
-    module = family(name)
-    with meta_parameters():
-        model = getattr(module, name)(**module.TINY_CONFIG)
-    resolved = resolve(model, module.PLAN, degree)
-    assert {planned.plan_key for planned in resolved.modules} == set(module.PLAN)
-    shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
-    for key, layout in resolved.layouts.items():
-        if isinstance(layout, Shard):
-            assert layout.size == shapes[key][layout.dim]
+def test_P11_shipped_plan_fits_its_models_and_every_key_is_used_in_one(name: str, degree: int) -> None:
+    """Optional keys too: one that never matches would be a typo that nothing reports."""
+    module, used = family(name), set()
+    for changes in [{}, *(config for config, _ in getattr(module, "TINY_VARIANTS", {}).values())]:
+        with meta_parameters():
+            model = getattr(module, name)(**{**module.TINY_CONFIG, **changes})
+        resolved = resolve(model, module.PLAN, degree)
+        used |= {planned.plan_key for planned in resolved.modules}
+        shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+        for key, layout in resolved.layouts.items():
+            if isinstance(layout, Shard):
+                assert layout.size == shapes[key][layout.dim]
+    assert used == set(module.PLAN)
 
 
 # ---------------------------------------------------------------- divisibility, and all faults at once

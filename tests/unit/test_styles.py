@@ -83,7 +83,7 @@ def test_linear_style_has_a_runtime_class(style: Style) -> None:
 
 def test_P3_P4_P5_styles_that_compute_differently_run_in_different_classes() -> None:
     classes = {LOCAL_CLASSES[type(style)] for style in STYLES.values()}
-    assert len(classes) == 3
+    assert len(classes) == 4
     assert LOCAL_CLASSES[PackedColwiseParallel] is LOCAL_CLASSES[ColwiseParallel]
     assert LOCAL_CLASSES[PackedRowwiseParallel] is LOCAL_CLASSES[RowwiseParallel]
 
@@ -311,7 +311,7 @@ def test_is_count_takes_positive_integers_only(value: object, answer: bool) -> N
 def test_P3_P4_P5_style_is_known_by_its_name(name: str, cls: type[Style]) -> None:
     assert type(as_style(name)) is cls
     assert as_style(name).label == f'"{name}"'
-    assert len(STYLES) == 3
+    assert len(STYLES) == 4
 
 
 @pytest.mark.parametrize("cls", [PackedColwiseParallel, PackedRowwiseParallel])

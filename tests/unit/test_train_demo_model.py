@@ -1,6 +1,5 @@
 """The training program of the demo model: every stage learns, and what comes out is a pipeline that loads."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -11,12 +10,7 @@ import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline, Flux2KleinPipeline
 from safetensors import safe_open
-
-from shardwise.demo.world import render, sample_scene
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from demo_training.autoencoder import (
+from tools.demo_training.autoencoder import (
     encode,
     new_autoencoder,
     picture_loss,
@@ -25,8 +19,8 @@ from demo_training.autoencoder import (
     to_tokens,
     train_autoencoder,
 )
-from demo_training.captions import tokenize, train_tokenizer
-from demo_training.denoiser import (
+from tools.demo_training.captions import tokenize, train_tokenizer
+from tools.demo_training.denoiser import (
     TEXT_LAYERS,
     denoising_loss,
     embed,
@@ -35,9 +29,9 @@ from demo_training.denoiser import (
     sample_pairs,
     train_denoiser,
 )
-from demo_training.fitting import fit, seeded
-from demo_training.result import draw
-from demo_training.settings import (
+from tools.demo_training.fitting import fit, seeded
+from tools.demo_training.result import draw
+from tools.demo_training.settings import (
     AutoencoderSettings,
     DecoderSettings,
     DenoiserSettings,
@@ -45,7 +39,9 @@ from demo_training.settings import (
     Schedule,
     TokenizerSettings,
 )
-from train_demo_model import main, train
+from tools.train_demo_model import main, train
+
+from shardwise.demo.world import render, sample_scene
 
 CAPTIONS = [
     "a small red circle on the left on a white background",

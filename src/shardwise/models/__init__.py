@@ -10,25 +10,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.models.cogvideox import CogVideoXTransformer3DModel
     from shardwise.models.flux import FluxTransformer2DModel
     from shardwise.models.flux2 import Flux2Transformer2DModel
+    from shardwise.models.hunyuan_video import HunyuanVideoTransformer3DModel
+    from shardwise.models.ltx import LTXVideoTransformer3DModel
+    from shardwise.models.lumina2 import Lumina2Transformer2DModel
     from shardwise.models.minimax_h3 import MiniMaxH3Transformer3DModel
     from shardwise.models.qwen_image import QwenImageTransformer2DModel
+    from shardwise.models.sd3 import SD3Transformer2DModel
+    from shardwise.models.wan import WanTransformer3DModel
+    from shardwise.models.z_image import ZImageTransformer2DModel
 
 FAMILIES = {
+    "CogVideoXTransformer3DModel": "cogvideox",
     "Flux2Transformer2DModel": "flux2",
     "FluxTransformer2DModel": "flux",
+    "HunyuanVideoTransformer3DModel": "hunyuan_video",
+    "LTXVideoTransformer3DModel": "ltx",
+    "Lumina2Transformer2DModel": "lumina2",
     "MiniMaxH3Transformer3DModel": "minimax_h3",
     "QwenImageTransformer2DModel": "qwen_image",
+    "SD3Transformer2DModel": "sd3",
+    "WanTransformer3DModel": "wan",
+    "ZImageTransformer2DModel": "z_image",
 }
 """Class name -> the module of this package that holds it."""
 
 __all__ = [
     "FAMILIES",
+    "CogVideoXTransformer3DModel",
     "Flux2Transformer2DModel",
     "FluxTransformer2DModel",
+    "HunyuanVideoTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+    "Lumina2Transformer2DModel",
     "MiniMaxH3Transformer3DModel",
     "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
+    "WanTransformer3DModel",
+    "ZImageTransformer2DModel",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,15 +53,23 @@ TINY_CONFIG: dict[str, Any] = {
 }
 
 
-def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, torch.Tensor]:
-    """Return inputs for a model of `TINY_CONFIG`: 15 image tokens (5 x 3) and 7 text tokens."""
-    image_ids = torch.cartesian_prod(torch.arange(1.0), torch.arange(5.0), torch.arange(3.0))
-    return {
-        "hidden_states": torch.randn(batch, 15, 8, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, 7, 20, generator=generator),
-        "pooled_projections": torch.randn(batch, 28, generator=generator),
+def example_inputs(
+    config: Mapping[str, Any], generator: torch.Generator, batch: int = 3
+) -> dict[str, torch.Tensor]:
+    """Return inputs for a model of this config: 15 image tokens (5 x 3) and 7 text tokens."""
+    inputs = {
+        "hidden_states": torch.randn(batch, 15, config["in_channels"], generator=generator),
+        "encoder_hidden_states": torch.randn(batch, 7, config["joint_attention_dim"], generator=generator),
+        "pooled_projections": torch.randn(batch, config["pooled_projection_dim"], generator=generator),
         "timestep": torch.rand(batch, generator=generator),
-        "guidance": torch.rand(batch, generator=generator) * 4,
-        "img_ids": image_ids,
+        "img_ids": torch.cartesian_prod(torch.arange(1.0), torch.arange(5.0), torch.arange(3.0)),
         "txt_ids": torch.zeros(7, 3),
     }
+    if config["guidance_embeds"]:
+        inputs["guidance"] = torch.rand(batch, generator=generator) * 4
+    return inputs
+
+
+def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
+    """Return inputs for a model of `TINY_CONFIG`."""
+    return example_inputs(TINY_CONFIG, generator, batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -52,17 +54,20 @@ TINY_CONFIG: dict[str, Any] = {
 }
 
 
-def tiny_inputs(generator: torch.Generator, batch: int = 1) -> dict[str, torch.Tensor]:
-    """Return inputs for a model of `TINY_CONFIG`: 7 text, 12 video and 5 audio rows at two noise levels."""
+def example_inputs(
+    config: Mapping[str, Any], generator: torch.Generator, batch: int = 1
+) -> dict[str, torch.Tensor]:
+    """Return inputs for a model of this config: 7 text, 12 video and 5 audio rows at two noise levels."""
     text, video, audio = torch.arange(7), torch.arange(7, 19), torch.arange(19, 24)
     tags = torch.ones(24, dtype=torch.long)
     tags[video], tags[audio] = 0, 2
     timestep_indices = torch.zeros(24, dtype=torch.long)
     timestep_indices[10:] = 1
+    video_width = config["in_channels"] * prod(config["patch_size"])
     return {
-        "hidden_states": torch.randn(batch, 12, 12, generator=generator),
-        "audio_hidden_states": torch.randn(batch, 5, 5, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, 7, 28, generator=generator),
+        "hidden_states": torch.randn(batch, 12, video_width, generator=generator),
+        "audio_hidden_states": torch.randn(batch, 5, config["audio_in_channels"], generator=generator),
+        "encoder_hidden_states": torch.randn(batch, 7, config["text_dim"], generator=generator),
         "timestep": torch.rand(2, generator=generator),
         "timestep_indices": timestep_indices,
         "token_tags": tags,
@@ -71,3 +76,8 @@ def tiny_inputs(generator: torch.Generator, batch: int = 1) -> dict[str, torch.T
         "audio_indices": audio,
         "text_indices": text,
     }
+
+
+def tiny_inputs(generator: torch.Generator, batch: int = 1) -> dict[str, Any]:
+    """Return inputs for a model of `TINY_CONFIG`."""
+    return example_inputs(TINY_CONFIG, generator, batch)

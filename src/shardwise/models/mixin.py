@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.checkpoint.load import LoadReport
 from shardwise.models.parallelism import as_config, enable_parallelism, is_context_parallel, load_sharded
+from shardwise.plan.check import CheckReport
 from shardwise.plan.resolve import Plan
 
 
@@ -22,6 +23,8 @@ class TensorParallelMixin:
 
     load_report: LoadReport
     """What this rank read, on a model that was loaded sharded."""
+    check_report: CheckReport | None
+    """What the static check found and cost, on a sharded model; None if it is off or has not run yet."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance that pipelines save as the diffusers class it stands in for."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from shardwise.checkpoint.load import DtypeRule, KeyReport, load_tensors, match_
 from shardwise.checkpoint.read import SliceReader
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError, ConfigError, Finding, PlanError, UnsupportedOption
+from shardwise.models.checking import StaticCheck
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
 from shardwise.runtime.group import FILE_PATIENCE, TensorParallelGroup, is_initialized
@@ -62,7 +64,10 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
     """
     config = as_config(config)
     if config.tp_degree > 1:
-        shard_in_memory(model, config, plan if plan is not None else declared_plan(type(model)))
+        static = StaticCheck(config)
+        plan = plan if plan is not None else declared_plan(type(model))
+        shard_in_memory(model, config, plan, partial(static.before, model))
+        static.after(model)
     return model
 
 
@@ -203,6 +208,8 @@ def load_sharded(cls: Any, location: Any, config: Any, kwargs: Mapping[str, Any]
         ready = _prepare(cls, location, config, kwargs)
         model = ready.model
         group.check(config)
+        static = StaticCheck(config)
+        static.before(model, ready.plan)
         step.must_equal(dtype=ready.options.dtype, **fingerprint(model, ready.plan))
     group.check_devices()
     with group.agreement(subject, FILE_PATIENCE) as step:
@@ -217,6 +224,7 @@ def load_sharded(cls: Any, location: Any, config: Any, kwargs: Mapping[str, Any]
         tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype)
     assign(model, tensors)
     localize(model, config, ready.plan, group, shapes)
+    static.after(model)
     vars(model)["load_report"] = report
     model.register_to_config(_name_or_path=str(location))
     model.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,14 +44,19 @@ TINY_CONFIG: dict[str, Any] = {
 }
 
 
-def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
-    """Return inputs for a model of `TINY_CONFIG`: 15 image tokens (5 x 3), 7 text tokens, some of them padding."""
+def example_inputs(config: Mapping[str, Any], generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
+    """Return inputs for a model of this config: 15 image tokens (5 x 3), 7 text tokens, some of them padding."""
     mask = torch.ones(batch, 7, dtype=torch.bool)
     mask[-1, 4:] = False
     return {
-        "hidden_states": torch.randn(batch, 15, 16, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, 7, 20, generator=generator),
+        "hidden_states": torch.randn(batch, 15, config["in_channels"], generator=generator),
+        "encoder_hidden_states": torch.randn(batch, 7, config["joint_attention_dim"], generator=generator),
         "encoder_hidden_states_mask": mask,
         "timestep": torch.rand(batch, generator=generator),
         "img_shapes": [(1, 5, 3)] * batch,
     }
+
+
+def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
+    """Return inputs for a model of `TINY_CONFIG`."""
+    return example_inputs(TINY_CONFIG, generator, batch)

@@ -234,7 +234,7 @@ def _owners(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, S
     """Yield the modules whose own Linears leave a shard."""
     keys: dict[str, str] = {}
     for path, (key, style) in planned.items():
-        if style.leaves_shard:
+        if style.leaves_shard and isinstance(modules[path], nn.Linear):
             keys.setdefault(_owner_path(modules, path), key)
     linears: dict[str, dict[str, nn.Linear]] = {path: {} for path in keys}
     for path, module in modules.items():

@@ -7,6 +7,7 @@ computes an offset anywhere else. No torch here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -98,3 +99,62 @@ Activation = Replicated | Shard | Partial
 def divisors(number: int) -> list[int]:
     """Return the positive divisors of `number` in ascending order."""
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+MAX_BLOCKS = 65536
+"""A merge that gives more blocks than this is refused: each leading index adds the blocks once more."""
+
+
+def view_shard(source: tuple[int, ...], target: tuple[int, ...], shard: Shard, degree: int) -> Shard | None:
+    """Return where the shard of a tensor of shape `source` lies when it is viewed as `target`.
+
+    The blocks, each times the elements behind the sharded dim, are a pattern on the flat tensor that repeats
+    once per index in front of it. A target dim carries the shard if the part of the flat tensor that it spans is
+    a multiple of that pattern (a merge) or a whole fraction of it (a split), and if each rank's piece of each block is
+    a whole number of its indices. None if there is no such dim: then a rank's piece is not a piece of the result.
+    """
+    tail = prod(source[shard.dim + 1 :])
+    pattern = tuple(block * tail for block in shard.blocks)
+    for dim, size in enumerate(target):
+        step = prod(target[dim + 1 :])
+        spanned = _pattern_of(pattern, size * step) if size >= degree else None
+        if spanned and all(part % (step * degree) == 0 for part in spanned):
+            return Shard(dim, tuple(part // step for part in spanned))
+    return None
+
+
+def _pattern_of(pattern: tuple[int, ...], length: int) -> tuple[int, ...] | None:
+    """Return what a repeating `pattern` is over runs of `length`, if it is the same in each run."""
+    period = sum(pattern)
+    if not period or not length:
+        return None
+    if length % period == 0:
+        times = length // period
+        return pattern * times if times * len(pattern) <= MAX_BLOCKS else None
+    parts, rest = divmod(period, length)
+    if rest:
+        return None
+    part = pattern[: len(pattern) // parts]
+    return part if part * parts == pattern else None
+
+
+def slice_blocks(
+    blocks: tuple[int, ...], start: int, stop: int, step: int, degree: int
+) -> tuple[int, ...] | None:
+    """Return the blocks of `x[start:stop:step]` along a sharded dim; None if the slice cuts through a block.
+
+    With a step, only a slice over the whole dim passes, and only if each rank's piece of each block is a
+    multiple of the step.
+    """
+    if step != 1:
+        whole = start < step and stop == sum(blocks)
+        even = all(block % (step * degree) == 0 for block in blocks)
+        return tuple(block // step for block in blocks) if whole and even else None
+    kept, offset = [], 0
+    for block in blocks:
+        if start <= offset and offset + block <= stop:
+            kept.append(block)
+        elif start < offset + block and offset < stop:
+            return None
+        offset += block
+    return tuple(kept)

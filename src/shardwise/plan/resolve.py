@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.errors import Finding, PlanError
 from shardwise.plan import heads
 from shardwise.plan.layout import Layout, Replicated, Shard
-from shardwise.plan.styles import Style, StyleFault, as_style
+from shardwise.plan.styles import IfPresent, Style, StyleFault, as_style
 
 _T = TypeVar("_T")
 
@@ -53,14 +53,17 @@ class ResolvedPlan:
         return self.layouts.get(name, Replicated())
 
 
-def resolve(model: nn.Module, plan: Plan | object, degree: int) -> ResolvedPlan:
+def resolve(model: nn.Module, plan: Plan | object, degree: int, guards: bool = True) -> ResolvedPlan:
     """Return what `plan` means for `model` on `degree` ranks.
 
     Args:
         model: The whole model; its parameters may be on the meta device.
         plan: Module patterns and styles. A pattern is a module path relative to the model with at most one
-            `*`, which stands for every element of an `nn.ModuleList`.
+            `*`, which stands for every element of an `nn.ModuleList`. It must match a module, unless its style
+            is wrapped in `IfPresent`.
         degree: Number of ranks.
+        guards: Whether to judge the plan's attentions by the names in them and to divide their head counts.
+            Without, the plan means what is written in it, as inference needs it for plans that are not done.
 
     Raises:
         PlanError: with a finding for each fault: patterns that match nothing or are malformed, modules
@@ -74,10 +77,11 @@ def resolve(model: nn.Module, plan: Plan | object, degree: int) -> ResolvedPlan:
     config = getattr(model, "config", None)
     findings: list[Finding] = []
     planned = _match(modules, plan, findings)
-    findings += heads.faults(modules, planned)
-    findings += heads.indivisible(modules, planned, config, degree)
     entries = [(path, key, style) for path, (key, style) in planned.items()]
-    entries += heads.derive(modules, planned)
+    if guards:
+        findings += heads.faults(modules, planned)
+        findings += heads.indivisible(modules, planned, config, degree)
+        entries += heads.derive(modules, planned)
     resolved = [
         _plan_module(modules[path], path, key, style, degree, findings) for path, key, style in entries
     ]
@@ -141,7 +145,7 @@ def _match(
     planned: dict[str, tuple[str, Style]] = {}
     taken: dict[int, tuple[str, object]] = {}  # module id -> the key that matched it first, and its style
     for key, value in plan.items():
-        paths = _attempt(partial(_expand, modules, key), key, findings) or []
+        paths = _attempt(partial(_expand, modules, key, isinstance(value, IfPresent)), key, findings) or []
         style = _attempt(partial(as_style, value), key, findings)
         for path in paths:
             first, first_style = taken.setdefault(id(modules[path]), (key, style))
@@ -162,11 +166,11 @@ def _attempt(step: Callable[[], _T], key: object, findings: list[Finding]) -> _T
         return None
 
 
-def _expand(modules: Mapping[str, nn.Module], key: object) -> list[str]:
+def _expand(modules: Mapping[str, nn.Module], key: object, optional: bool) -> list[str]:
     """Return the paths of the modules that a plan key means.
 
     Raises:
-        StyleFault: the key is malformed, or matches nothing.
+        StyleFault: the key is malformed, or matches nothing without being `optional`.
     """
     if not isinstance(key, str):
         raise StyleFault(
@@ -191,7 +195,7 @@ def _expand(modules: Mapping[str, nn.Module], key: object) -> list[str]:
         paths = [f"{prefix}{i}{suffix}" for i in range(len(container))] if container is not None else []
     # Some blocks may lack a child (the last block of SD3 has no ff_context): those are skipped.
     found = [path for path in paths if path in modules]
-    if not found:
+    if not found and not optional:
         raise StyleFault("UnmatchedKey", "matches no module of the model", _nearest(modules, key))
     return found
 

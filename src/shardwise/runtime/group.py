@@ -212,6 +212,28 @@ class TensorParallelGroup:
         return f"TensorParallelGroup(rank {self.rank} of {self.degree}, {self.device})"
 
 
+class CountingGroup(TensorParallelGroup):
+    """Stands in for a group where there is none: one rank of `degree` that counts what it would send.
+
+    With it a model without weights can be localised and run, for the static check and for forecasts.
+    """
+
+    def __init__(self, degree: int, rank: int = 0) -> None:
+        self.rank, self.degree, self.members = rank, degree, list(range(degree))
+        self.device = torch.device("meta")
+        self.traffic = Traffic()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Count the sum, and return the tensor."""
+        self.traffic.all_reduces += 1
+        self.traffic.all_reduce_bytes += tensor.nbytes
+        return tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as itself: it has no process group to leave behind."""
+        return (CountingGroup, (self.degree, self.rank))
+
+
 class DetachedGroup:
     """What an unpickled sharded module holds in place of its group: it knows its slice, but cannot reduce."""
 

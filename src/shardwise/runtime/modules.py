@@ -1,13 +1,16 @@
-"""The local modules: ordinary `nn.Linear`s of a rank's size, with a collective where the mathematics needs one.
+"""The runtime half of each style: ordinary modules of a rank's size, with a collective where the mathematics needs one.
 
-A planned module becomes one of these by a change of class, so that its parameters, its state-dict keys and
-`isinstance(module, nn.Linear)` stay as they were, and printing the model shows what is sharded.
+A planned Linear or norm becomes one of these by a change of class, so that its parameters, its state-dict keys
+and `isinstance(module, nn.Linear)` stay as they were, and printing the model shows what is sharded. Modules
+whose own work does not change get a hook. Norms are in `runtime.norms`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.nn.functional import linear as matmul
@@ -18,6 +21,7 @@ from shardwise.plan.layout import Shard, Span
 from shardwise.plan.resolve import PlannedModule
 from shardwise.runtime.collectives import enter_shard, reduce_partial, split_last_dim
 from shardwise.runtime.group import TensorParallelGroup
+from shardwise.runtime.norms import AcrossHeadRMSNorm
 
 
 class LocalLinear(nn.Linear):
@@ -36,13 +40,13 @@ class LocalLinear(nn.Linear):
     tp_spans: Sequence[Span]
 
     @classmethod
-    def adopt(cls, linear: nn.Linear, group: TensorParallelGroup, planned: PlannedModule) -> None:
-        """Make `linear`, whose parameters are local already, a module of this class."""
+    def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
+        """Make `module`, a Linear whose parameters are local already, a module of this class."""
         shard = planned.layouts["weight"]
         assert isinstance(shard, Shard)
-        linear.__class__ = cls
+        module.__class__ = cls
         spans = shard.spans(group.rank, group.degree)
-        vars(linear).update(tp_group=group, tp_planned=planned, tp_shard=shard, tp_spans=spans)
+        vars(module).update(tp_group=group, tp_planned=planned, tp_shard=shard, tp_spans=spans)
 
     def extra_repr(self) -> str:
         """Return the local sizes, the layout of the weight, and the rank."""
@@ -75,14 +79,18 @@ class RowwiseLinear(LocalLinear):
         return output if self.bias is None else output + self.bias
 
     def _unexpected_input(self, width: int) -> PlanError:
-        whole = width == self.tp_shard.size
+        needs_whole = isinstance(self, RowwiseSplitInputLinear)
+        wanted = (
+            self.tp_shard.size if needs_whole else f"this rank's {self.in_features} of {self.tp_shard.size}"
+        )
         finding = Finding(
-            kind="WholeInput" if whole else "InputWidth",
+            kind="WholeInputNeeded" if needs_whole else "ShardedInputNeeded",
             module=self.tp_planned.path,
             plan_key=self.tp_planned.plan_key,
-            message=f"expects this rank's {self.in_features} of {self.tp_shard.size} input features, "
-            f"got {'all of them' if whole else width}",
-            fix='use "rowwise_split_input" if its input is whole on every rank; '
+            message=f"expects {wanted} input features, got {width}",
+            fix='use "rowwise" if what produces its input leaves a shard'
+            if needs_whole
+            else 'use "rowwise_split_input" if its input is whole on every rank; '
             "otherwise shard what produces the input with a colwise style",
         )
         return PlanError([finding], "a tensor parallel model in its forward")
@@ -92,18 +100,24 @@ class RowwiseSplitInputLinear(RowwiseLinear):
     """A `RowwiseLinear` that is given the whole input (..., in) and takes its own slice of it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the whole output; one all-reduce."""
+        """Return the whole output; one all-reduce.
+
+        Raises:
+            PlanError: the input is a slice already. On every rank alike: slicing it again would fail on all but
+                the first, which would wait for them in the reduction.
+        """
+        if input.shape[-1] != self.tp_shard.size:
+            raise self._unexpected_input(input.shape[-1])
         return super().forward(split_last_dim(input, self.tp_spans, self.tp_group))
 
 
-LOCAL_CLASSES: dict[type[styles.Style], type[LocalLinear]] = {
-    styles.ColwiseParallel: ColwiseLinear,
-    styles.PackedColwiseParallel: ColwiseLinear,
-    styles.RowwiseParallel: RowwiseLinear,
-    styles.PackedRowwiseParallel: RowwiseLinear,
-    styles.RowwiseSplitInputParallel: RowwiseSplitInputLinear,
-}
-"""The runtime half of each style of Linears."""
+class GradientSum:
+    """What a module gets that each rank applies, whole, to its own heads: its gradients are summed over the ranks."""
+
+    @classmethod
+    def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
+        """Sum the gradients of the module's parameters from now on."""
+        sum_gradients(module, group)
 
 
 def sum_gradients(module: nn.Module, group: TensorParallelGroup) -> None:
@@ -117,13 +131,85 @@ def _sum_gradient(grad: Tensor, group: TensorParallelGroup) -> Tensor:
     return reduce_partial(grad.clone(), group)
 
 
+@dataclass(frozen=True)
+class OutputSlice:
+    """A forward hook that takes this rank's slice of each tensor that a module returns.
+
+    Attributes:
+        planned: The module's entry in the resolved plan; its style names the dim.
+        group: The ranks that take the other slices.
+    """
+
+    planned: PlannedModule
+    group: TensorParallelGroup
+
+    @classmethod
+    def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
+        """Slice what the module returns from now on."""
+        module.register_forward_hook(cls(planned, group))
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> object:
+        """Return the slices: of a tensor, or of each tensor of a tuple or list.
+
+        Raises:
+            PlanError: the output is something else, or the degree does not divide it.
+        """
+        if isinstance(output, Tensor):
+            return self._slice(module, output)
+        if type(output) in (tuple, list):
+            assert isinstance(output, tuple | list)
+            return type(output)(self(module, args, part) for part in output)
+        raise self._error("NotATensor", f"returns a {type(output).__name__}, not tensors")
+
+    def _slice(self, module: nn.Module, tensor: Tensor) -> Tensor:
+        style = self.planned.style
+        assert isinstance(style, styles.SliceOutput)
+        if not -tensor.dim() <= style.dim < tensor.dim():
+            raise self._error("NoSuchDim", f"returns a tensor of {tensor.dim()} dims")
+        shard = style.leaves(module, tuple(tensor.shape))
+        assert isinstance(shard, Shard)
+        if shard.indivisible(self.group.degree):
+            message = f"returns {shard.size} features, which tp_degree {self.group.degree} does not divide"
+            raise self._error("IndivisibleOutput", message)
+        (span,) = shard.spans(self.group.rank, self.group.degree)
+        return enter_shard(tensor, self.group).narrow(shard.dim, span.start, span.length)
+
+    def _error(self, kind: str, message: str) -> PlanError:
+        finding = Finding(
+            kind=kind,
+            module=self.planned.path,
+            plan_key=self.planned.plan_key,
+            message=f"{self.planned.style.label} cannot slice it: it {message}",
+            fix="take the entry out, or name a module that returns tensors that the degree divides along this dim",
+        )
+        return PlanError([finding], "a tensor parallel model in its forward")
+
+
+class RuntimeHalf(Protocol):
+    """What does the work of a style on the ranks."""
+
+    @classmethod
+    def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
+        """Make `module`, whose parameters and attributes are local already, do this rank's part of the work."""
+
+
+LOCAL_CLASSES: dict[type[styles.Style], type[RuntimeHalf]] = {
+    styles.ColwiseParallel: ColwiseLinear,
+    styles.PackedColwiseParallel: ColwiseLinear,
+    styles.RowwiseParallel: RowwiseLinear,
+    styles.PackedRowwiseParallel: RowwiseLinear,
+    styles.RowwiseSplitInputParallel: RowwiseSplitInputLinear,
+    styles.AcrossHeadNorm: AcrossHeadRMSNorm,
+    styles.PerHead: GradientSum,
+    styles.SliceOutput: OutputSlice,
+}
+"""The runtime half of each style that needs one: some only cut parameters, or divide attributes."""
+
+
 def adopt(module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
     """Make a module that holds this rank's parameters do this rank's part of the work, as its style says."""
     for name, value in planned.attributes.items():
         setattr(module, name, value)
-    local_class = LOCAL_CLASSES.get(type(planned.style))
-    if local_class is not None:
-        assert isinstance(module, nn.Linear)  # the style took it
-        local_class.adopt(module, group, planned)
-    elif planned.style.sums_gradients:
-        sum_gradients(module, group)
+    half = LOCAL_CLASSES.get(type(planned.style))
+    if half is not None:
+        half.adopt(module, group, planned)

@@ -7,8 +7,9 @@ and is agreed on, so a refused model is the model it was.
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from shardwise.config import TensorParallelConfig
 from shardwise.plan.layout import Layout, Shard
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
-from shardwise.runtime.group import TensorParallelGroup, is_initialized
+from shardwise.runtime.debug import require_equal_inputs
+from shardwise.runtime.group import CountingGroup, TensorParallelGroup, is_initialized
 from shardwise.runtime.modules import adopt
 from shardwise.runtime.state import check_state, refuse_operations
 
@@ -41,7 +43,12 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return vars(getattr(model, "_orig_mod", model)).get(_STATE)
 
 
-def shard_in_memory(model: nn.Module, config: TensorParallelConfig, plan: Plan) -> None:
+def shard_in_memory(
+    model: nn.Module,
+    config: TensorParallelConfig,
+    plan: Plan,
+    validate: Callable[[ResolvedPlan], None] | None = None,
+) -> None:
     """Shard a whole model that is in memory, in place.
 
     Rank 0's values win: every parameter and buffer, planned or not, ends as rank 0 had it. Parameters stay the
@@ -59,6 +66,8 @@ def shard_in_memory(model: nn.Module, config: TensorParallelConfig, plan: Plan) 
     with group.agreement(f"sharding {type(model).__name__}") as step:
         resolved = _prepare(model, config, plan)
         group.check(config)
+        if validate is not None:
+            validate(resolved)
         step.must_equal(**fingerprint(model, resolved))
     group.check_devices()
     with group.agreement(f"making room for {type(model).__name__}"):
@@ -82,8 +91,10 @@ def localize(
 ) -> None:
     """Give a model that holds local parameters its local classes, attributes and state.
 
-    Nothing here can fail: the plan was resolved on this model.
+    Nothing here can fail but the ranks' word on whether to compare inputs, which comes first: the plan was
+    resolved on this model.
     """
+    require_equal_inputs(model, config, group)
     for planned in plan.modules:
         adopt(model.get_submodule(planned.path), group, planned)
     refuse_operations(model)
@@ -128,6 +139,28 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all parameters and buffers under every name they have."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def meta_twin(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in evaluation mode, its parameters on the meta device; buffers copied, ties kept."""
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo).eval()
+
+
+def localized_twin(model: nn.Module, plan: ResolvedPlan) -> tuple[nn.Module, CountingGroup]:
+    """Return rank 0's part of a model without weights, and the group that counts what it would send."""
+    twin, group = meta_twin(model), CountingGroup(plan.degree)
+    shapes = global_shapes(twin)
+    local = {
+        name: nn.Parameter(local_slice(parameter.detach(), plan.layout(name), 0, plan.degree))
+        for name, parameter in twin.named_parameters(remove_duplicate=False)
+        if isinstance(plan.layout(name), Shard)
+    }
+    assign(twin, local)
+    localize(twin, TensorParallelConfig(tp_degree=plan.degree), plan, group, shapes)
+    return twin, group
 
 
 def local_slice(tensor: Tensor, layout: Layout, rank: int, degree: int) -> Tensor:

@@ -116,3 +116,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def sharded(layout: Activation) -> Shard | None:
     """Return `layout` if it is a shard."""
     return layout if isinstance(layout, Shard) else None
+
+
+from shardwise.plan.rules import contract, elementwise, index, reduce, shape  # noqa: E402, F401  # fill RULES

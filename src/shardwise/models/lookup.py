@@ -1,0 +1,87 @@
+"""What a user may name a model by, and what is known of it: its class, its skeleton, example inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from shardwise import models
+from shardwise.errors import ConfigError
+from shardwise.plan.meta import meta_parameters
+
+EXAMPLE_SEED = 0
+
+
+def family_of(cls: type) -> Any | None:
+    """Return the module of `shardwise.models` that knows this class, by its name or that of a base class."""
+    for base in cls.__mro__:
+        if base.__name__ in models.FAMILIES:
+            return import_module(f"shardwise.models.{models.FAMILIES[base.__name__]}")
+    return None
+
+
+def model_class(name: str) -> type[Any]:
+    """Return a model class by its name: that of `shardwise.models`, or else that of diffusers.
+
+    Raises:
+        ConfigError: neither has a model class of this name.
+    """
+    if name in models.FAMILIES:
+        return getattr(models, name)  # type: ignore[no-any-return]
+    cls = getattr(diffusers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+        raise ConfigError(
+            f"{name!r} is neither a folder nor a model class; classes with a plan: {', '.join(models.FAMILIES)}"
+        )
+    return cls
+
+
+def skeleton(target: Any, **overrides: Any) -> nn.Module:
+    """Return a model without weights.
+
+    Args:
+        target: A model (its parameters are taken to the meta device in a copy), a model class or its name (its
+            default configuration), or a folder or hub id with a `config.json`.
+        overrides: Changes of the configuration.
+
+    Raises:
+        ConfigError: nothing is known by this name.
+    """
+    if isinstance(target, nn.Module):
+        from shardwise.runtime.shard import meta_twin
+
+        return meta_twin(target)
+    config: Mapping[str, Any] = {}
+    if isinstance(target, (str, Path)):
+        target, config = _named(str(target))
+    with meta_parameters():
+        return target.from_config({**config, **overrides}) if config else target(**overrides)  # type: ignore[no-any-return]
+
+
+def _named(name: str) -> tuple[type[Any], Mapping[str, Any]]:
+    """Return the class and the configuration that a name stands for; a class name has its defaults."""
+    looks_like_a_path = "/" in name or Path(name).exists()
+    if not looks_like_a_path:
+        return model_class(name), {}
+    try:
+        config = diffusers.AutoModel.load_config(name)  # any class that has a config.json would do
+    except OSError as error:
+        raise ConfigError(f"{name} has no readable config.json of a model: {error}") from error
+    if "_class_name" not in config:
+        raise ConfigError(f"the config.json of {name} does not say which class it is of")
+    return model_class(config["_class_name"]), config
+
+
+def example_inputs(model: nn.Module) -> dict[str, Any] | None:
+    """Return example inputs for a model of a known class, or None."""
+    family = family_of(type(model))
+    if family is None:
+        return None
+    generator = torch.Generator().manual_seed(EXAMPLE_SEED)
+    return family.example_inputs(model.config, generator)  # type: ignore[no-any-return]

@@ -1,0 +1,99 @@
+"""Wan 2.1 and 2.2: self- and cross-attention whose query and key norms look at all heads together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel as _WanTransformer3DModel
+
+from shardwise.models.mixin import TensorParallelMixin
+from shardwise.plan.styles import IfPresent
+
+PLAN = {
+    "blocks.*.attn1.to_q": "colwise",
+    "blocks.*.attn1.to_k": "colwise",
+    "blocks.*.attn1.to_v": "colwise",
+    "blocks.*.attn1.norm_q": "across_head_norm",
+    "blocks.*.attn1.norm_k": "across_head_norm",
+    "blocks.*.attn1.to_out.0": "rowwise",
+    "blocks.*.attn2.to_q": "colwise",
+    "blocks.*.attn2.to_k": "colwise",
+    "blocks.*.attn2.to_v": "colwise",
+    "blocks.*.attn2.norm_q": "across_head_norm",
+    "blocks.*.attn2.norm_k": "across_head_norm",
+    # Keys and values of the image, in the image-to-video models of Wan 2.1.
+    "blocks.*.attn2.add_k_proj": IfPresent("colwise"),
+    "blocks.*.attn2.add_v_proj": IfPresent("colwise"),
+    "blocks.*.attn2.norm_added_k": IfPresent("across_head_norm"),
+    "blocks.*.attn2.to_out.0": "rowwise",
+    "blocks.*.ffn.net.0.proj": "colwise",
+    "blocks.*.ffn.net.2": "rowwise",
+}
+
+
+class WanTransformer3DModel(TensorParallelMixin, _WanTransformer3DModel):  # type: ignore[misc]
+    """The transformer of Wan, with tensor parallelism. Heads: 12, 24 or 40; whole: embeddings, tables, layer norms."""
+
+    _tp_plan = PLAN
+
+
+TINY_CONFIG: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "in_channels": 3,
+    "out_channels": 5,
+    "text_dim": 20,
+    "freq_dim": 18,
+    "ffn_dim": 56,
+    "num_layers": 2,
+    "rope_max_seq_len": 16,
+}
+
+
+def example_inputs(config: Mapping[str, Any], generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
+    """Return inputs for a model of this config: 45 video tokens (3 frames of 5 x 3), 7 text tokens.
+
+    With image features the class takes 512 text tokens, whatever its config says.
+    """
+    frames, height, width = (n * patch for n, patch in zip((3, 5, 3), config["patch_size"], strict=True))
+    with_image = config.get("image_dim") is not None
+    text = 512 if with_image else 7
+    inputs = {
+        "hidden_states": torch.randn(
+            batch, config["in_channels"], frames, height, width, generator=generator
+        ),
+        "encoder_hidden_states": torch.randn(batch, text, config["text_dim"], generator=generator),
+        "timestep": torch.randint(0, 1000, (batch,), generator=generator),
+    }
+    if with_image:
+        # First and last frame come as two samples of the batch, where the config counts tokens of both.
+        pair = config.get("pos_embed_seq_len")
+        shape = (2 * batch, pair // 2) if pair else (batch, 9)
+        inputs["encoder_hidden_states_image"] = torch.randn(*shape, config["image_dim"], generator=generator)
+    return inputs
+
+
+def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
+    """Return inputs for a model of `TINY_CONFIG`."""
+    return example_inputs(TINY_CONFIG, generator, batch)
+
+
+def _timestep_per_token(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
+    """Return inputs with a noise level for each token, as the 5B model of Wan 2.2 takes them."""
+    timestep = torch.randint(0, 1000, (batch, 45), generator=generator)
+    return {**tiny_inputs(generator, batch), "timestep": timestep}
+
+
+_IMAGE: dict[str, Any] = {"image_dim": 28, "added_kv_proj_dim": 48}
+_TWO_FRAMES: dict[str, Any] = {**_IMAGE, "pos_embed_seq_len": 10}
+
+TINY_VARIANTS: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
+    "image_to_video": (_IMAGE, partial(example_inputs, {**TINY_CONFIG, **_IMAGE}, batch=1)),
+    "first_and_last_frame": (_TWO_FRAMES, partial(example_inputs, {**TINY_CONFIG, **_TWO_FRAMES}, batch=1)),
+    "timestep_per_token": ({}, _timestep_per_token),
+}
+"""Other configurations of the class: what they change in `TINY_CONFIG`, and their inputs."""

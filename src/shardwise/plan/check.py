@@ -1,0 +1,177 @@
+"""The static check: is a plan right, before any weight is read?
+
+Pass 1 (`layout_pass`) runs the unmodified forward on whole shapes and follows the layout of every value: what a
+style needs must arrive, what a function does must commute with the cut, what the model returns must be whole.
+Pass 2 (`shape_pass`) runs the localised model, whose sizes are those of one rank, and compares every shape,
+constant and slice start with what the layouts predict. The second runs only if the first found nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import nn
+
+from shardwise.plan.findings import DIVIDE_FIX, CheckFinding
+from shardwise.plan.layout_pass import LayoutTracer
+from shardwise.plan.repair import Divide
+from shardwise.plan.resolve import ResolvedPlan
+from shardwise.plan.shape_pass import ShapeTracer, compare
+from shardwise.plan.trace import meta_forward, warm_up
+
+INCONCLUSIVE = frozenset({"NoRule", "ForwardFailed"})
+"""Kinds of findings that say the check could not decide, not that the plan is wrong."""
+
+Localize = Callable[[nn.Module, ResolvedPlan], tuple[nn.Module, "Counter"]]
+"""Returns a rank's part of a model without weights, and what counts its traffic; the runtime half provides it."""
+
+
+class Counter(Protocol):
+    """A stand-in for a process group that counts."""
+
+    @property
+    def traffic(self) -> Any:
+        """Numbers of collectives and bytes."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What the static check found.
+
+    Attributes:
+        findings: Every independent fault, each with a repair where one is known.
+        degree: Number of ranks the plan was checked for.
+        calls: Torch functions seen in the forward.
+        sharded_calls: Those that a shard went into.
+        all_reduces: Sums over the ranks in one forward; None if the second pass did not run.
+        seconds: What the check took.
+    """
+
+    findings: tuple[CheckFinding, ...]
+    degree: int
+    calls: int = 0
+    sharded_calls: int = 0
+    all_reduces: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    @property
+    def wrong(self) -> tuple[CheckFinding, ...]:
+        """The findings that say the plan is wrong, without those that could not decide."""
+        return tuple(finding for finding in self.findings if finding.kind not in INCONCLUSIVE)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain data that `json` can write."""
+        names = ("kind", "module", "plan_key", "source", "message", "fix", "count")
+        return {
+            "ok": self.ok,
+            "tp_degree": self.degree,
+            "calls": self.calls,
+            "sharded_calls": self.sharded_calls,
+            "all_reduces": self.all_reduces,
+            "seconds": self.seconds,
+            "findings": [{name: getattr(finding, name) for name in names} for finding in self.findings],
+        }
+
+    def __str__(self) -> str:
+        """Return the verdict, and the findings."""
+        seen = f"{self.calls} calls, {self.sharded_calls} of them on shards, {self.seconds:.1f} s"
+        if self.ok:
+            return f"the plan is right at tp_degree {self.degree} ({seen}, {self.all_reduces} all-reduces)"
+        head = (
+            f"{len(self.findings)} finding{'s' if len(self.findings) > 1 else ''} at tp_degree {self.degree}"
+        )
+        return "\n".join([f"{head} ({seen})", *map(str, self.findings)])
+
+
+def check_plan(
+    model: nn.Module,
+    plan: ResolvedPlan,
+    inputs: Mapping[str, Any],
+    localize: Localize | None = None,
+    warm: bool = True,
+) -> CheckReport:
+    """Check a resolved plan on a model and example inputs.
+
+    Args:
+        model: The whole model; parameters may be on the meta device. Not changed.
+        plan: What a plan means for it.
+        inputs: Keyword arguments of its forward, real tensors; each pass gets a copy.
+        localize: Builds the model of the second pass; without it only the first is run.
+        warm: Whether to run the model once before, for the tables that it caches; needed the first time only.
+    """
+    start = time.perf_counter()
+    first = LayoutTracer(model, plan)
+    failed = _run_first(first, inputs, warm)
+    findings, traffic = list(first.findings), None
+    if localize is not None and not findings and not failed:
+        local, counter = localize(model, plan)
+        findings = _run_second(first, ShapeTracer(local, model, plan), inputs)
+        traffic = counter.traffic.all_reduces
+    return CheckReport(
+        findings=_collapse(findings),
+        degree=plan.degree,
+        calls=len(first.events),
+        sharded_calls=sum(event.hot for event in first.events),
+        all_reduces=traffic,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _run_first(tracer: LayoutTracer, inputs: Mapping[str, Any], warm: bool) -> bool:
+    """Run the first pass; return whether the forward failed."""
+    try:
+        if warm:
+            warm_up(tracer.model, copy.deepcopy(dict(inputs)))
+        with meta_forward(), tracer:
+            output = tracer.model(**copy.deepcopy(dict(inputs)))
+    except Exception as error:
+        path, source, _ = tracer.failed_at or ("", "?", "")
+        message = f"the forward fails without weights: {type(error).__name__}: {str(error)[:200]}"
+        fix = "check the plan with other example inputs, or verify it numerically"
+        tracer.findings.append(CheckFinding("ForwardFailed", path, message, fix, source=source))
+        return True
+    tracer.check_output(output)
+    return False
+
+
+def _run_second(first: LayoutTracer, second: ShapeTracer, inputs: Mapping[str, Any]) -> list[CheckFinding]:
+    """Run the second pass and return its findings."""
+    error: Exception | None = None
+    try:
+        with meta_forward(), second:
+            second.model(**copy.deepcopy(dict(inputs)))
+    except Exception as caught:
+        error = caught
+    findings = compare(first.events, second.events, first.plan.degree, complete=error is None)
+    if error is not None and not findings:
+        path, source, function = second.failed_at or (second.path, "?", "the forward")
+        message = f"on a rank {function} raises {type(error).__name__}: {str(error)[:160]}"
+        repair = Divide(path, None, None)
+        findings.append(
+            CheckFinding("LocalForwardFailed", path, message, DIVIDE_FIX, source=source, repair=repair)
+        )
+    return findings
+
+
+def _collapse(findings: Iterable[CheckFinding]) -> tuple[CheckFinding, ...]:
+    """Return the findings with those that repeat from block to block merged."""
+    merged: dict[tuple[str, ...], CheckFinding] = {}
+    for finding in findings:
+        same = (finding.kind, finding.source or "", _blockless(finding.module), _blockless(finding.message))
+        first = merged.get(same)
+        merged[same] = replace(first, count=first.count + 1) if first else finding
+    return tuple(merged.values())
+
+
+def _blockless(text: str) -> str:
+    return re.sub(r"\.\d+(?=[.,\s]|$)", ".*", text)

@@ -1,0 +1,265 @@
+"""Pass 1 of the check: the layout of every value, followed through the forward of the whole model.
+
+After a finding the value is unknown, and unknown values are not reported again, so that one run reports every
+independent fault. Styles say what they need and leave; none is known here by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.plan.findings import CheckFinding, scalars, slice_starts
+from shardwise.plan.layout import Activation, Layout, Replicated, Shard
+from shardwise.plan.repair import KeepWhole, PlanRowwise, RefineBlocks, Repair, SplitInput
+from shardwise.plan.resolve import PlannedModule, ResolvedPlan
+from shardwise.plan.rules import RULES, WHOLE, Call, Mismatch, tensors_in
+from shardwise.plan.rules.repeats import repeats
+from shardwise.plan.styles import StyleFault
+from shardwise.plan.trace import Event, Tracer, model_source
+
+
+@dataclass(frozen=True)
+class _Tag:
+    """What is known of a value: its layout (None is unknown), who made it, and how it repeats if it is whole."""
+
+    layout: Activation | None = WHOLE
+    producers: tuple[str, ...] = ()
+    repeats: tuple[int, ...] | None = None
+
+
+_NO_TAG = _Tag()
+
+
+class LayoutTracer(Tracer):
+    """Pass 1: follows the layout of every value through the forward of the whole model."""
+
+    def __init__(self, model: nn.Module, plan: ResolvedPlan) -> None:
+        super().__init__(model)
+        self.plan = plan
+        self.findings: list[CheckFinding] = []
+        self._planned = {m.path: m for m in plan.modules}
+        self._tags: dict[int, tuple[Tensor, _Tag]] = {}  # holds the tensors, so that ids stay unique
+        self._linears = {id(m.weight): p for p, m in model.named_modules() if isinstance(m, nn.Linear)}
+        self._owned = {
+            id(parameter): m
+            for m in plan.modules
+            if m.style.opaque
+            for parameter in model.get_submodule(m.path).parameters(recurse=False)
+        }
+
+    def opaque_paths(self) -> Sequence[str]:
+        """Return the planned modules whose style speaks for them."""
+        return [m.path for m in self.plan.modules if m.style.opaque]
+
+    def open_box(self, path: str, inputs: list[Tensor]) -> None:
+        """Check that a planned module is given what its style needs."""
+        planned = self._planned[path]
+        if not inputs:
+            return
+        needed = planned.style.needs(self.model.get_submodule(path), inputs[0].ndim)
+        given = self._tag(inputs[0])
+        if needed is not None and given.layout is not None and given.layout != needed:
+            self.findings.append(_need_finding(planned, needed, given))
+
+    def close_box(self, path: str, outputs: list[Tensor]) -> None:
+        """Give the outputs of a planned module the layout that its style leaves."""
+        for output in outputs:
+            self._set(output, _Tag(self._left_by(self._planned[path], output), (path,)))
+        self._record("module", path, outputs, hot=True)
+
+    def _left_by(self, planned: PlannedModule, output: Tensor) -> Layout | None:
+        """Return the layout that a style leaves; an output that it cannot cut is a finding, and unknown."""
+        try:
+            layout = planned.style.leaves(self.model.get_submodule(planned.path), tuple(output.shape))
+        except StyleFault as fault:
+            self._report(fault.kind, fault.message, fault.fix, None, planned)
+            return None
+        if isinstance(layout, Shard) and layout.indivisible(self.plan.degree):
+            message = f"an output of {layout.size} along dim {layout.dim} is cut in {self.plan.degree}"
+            self._report("IndivisibleOutput", message, "use a degree that divides it", None, planned)
+            return None
+        return layout
+
+    def left(self, path: str, output: Any) -> None:
+        """Remember the module that made a whole tensor behind which there is no Linear (a rotary table)."""
+        for tensor in tensors_in(output) if path else ():
+            tag = self._tag(tensor)
+            if tag.layout == WHOLE and not tag.producers:
+                self._set(tensor, replace(tag, producers=(path,)))
+
+    def watch(self, name: str, full_name: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Ask the function's rule for the layout of what it returned."""
+        call = self._call(name, args, kwargs, output)
+        outputs = [args[0]] if name == "__setitem__" else list(tensors_in(output))
+        if not outputs:
+            return
+        known = [self._tag(tensor) for tensor in call.tensors]
+        hot = any(tag.layout != WHOLE for tag in known)
+        layouts = self._layouts(call, full_name, known, len(outputs))
+        producers = self._producers(call)
+        rate = repeats(call) if layouts[0] == WHOLE and len(outputs) == 1 else None
+        for tensor, layout in zip(outputs, layouts, strict=True):
+            self._set(tensor, _Tag(layout, producers, rate))
+        self._record(name, self.path, outputs, scalars(call), slice_starts(call), hot)
+
+    def check_output(self, output: Any) -> None:
+        """Report an output of the model that is not whole."""
+        for tensor in tensors_in(_plain(output)):
+            tag = self._tag(tensor)
+            if tag.layout is not None and tag.layout != WHOLE:
+                self.findings.append(
+                    CheckFinding(
+                        "OutputNotWhole",
+                        tag.producers[0] if tag.producers else "",
+                        f"the model returns {tag.layout} from {_names(tag.producers)}",
+                        "add the rowwise layer that completes it, or leave its producer whole",
+                        repair=KeepWhole(tag.producers, "output"),
+                    )
+                )
+
+    def same_tag(self, real: Tensor, meta: Tensor) -> None:
+        """Carry a tag over to the meta twin of a real tensor."""
+        self._set(meta, self._tag(real))
+
+    def _layouts(
+        self, call: Call, full_name: str, known: list[_Tag], count: int
+    ) -> Sequence[Activation | None]:
+        """Return the layout of each output; a fault becomes a finding and unknown outputs."""
+        owner = next((self._owned[id(t)] for t in call.tensors if id(t) in self._owned), None)
+        if owner is not None and call.name not in ("detach", "data", "requires_grad_"):
+            self._report(
+                "PlannedWeightOutside",
+                f"{call.name} reads a parameter of {owner.path} outside of that module's forward",
+                "leave that module out of the plan",
+                KeepWhole((owner.path,), call.name),
+                owner,
+            )
+            return [None] * count
+        if all(tag.layout == WHOLE for tag in known):
+            return [WHOLE] * count
+        if any(tag.layout is None for tag in known):
+            return [None] * count
+        if call.name not in RULES:
+            layout = next(tag.layout for tag in known if tag.layout != WHOLE)
+            self._report(
+                "NoRule",
+                f"there is no rule for {full_name} on {layout} from {_names(_hot_producers(known))}",
+                "add a rule for it (shardwise.plan.rules), or leave the producer whole",
+                KeepWhole(_hot_producers(known), call.name),
+            )
+            return [None] * count
+        try:
+            result = RULES[call.name](call)
+        except Mismatch as mismatch:
+            self._report("LayoutMismatch", mismatch.message, mismatch.fix, mismatch.repair)
+            return [None] * count
+        return (
+            [result] * count
+            if isinstance(result, (Replicated, Shard)) or not isinstance(result, Sequence)
+            else result
+        )
+
+    def _report(
+        self, kind: str, message: str, fix: str, repair: Repair | None, planned: PlannedModule | None = None
+    ) -> None:
+        path, key = (planned.path, planned.plan_key) if planned else (self.path, None)
+        self.findings.append(CheckFinding(kind, path, message, fix, key, model_source(), repair=repair))
+
+    def _call(self, name: str, args: Any, kwargs: Any, output: Any) -> Call:
+        call = Call(name, args, kwargs, output, self.plan.degree)
+        for tensor in call.tensors:
+            tag = self._tag(tensor)
+            if tag.layout is not None:
+                call.layouts[id(tensor)] = tag.layout
+            call.producers[id(tensor)] = tag.producers
+            if id(tensor) in self._linears:
+                call.producers[id(tensor)] = (self._linears[id(tensor)],)
+            if tag.repeats is not None:
+                call.repeats[id(tensor)] = tag.repeats
+        return call
+
+    def _producers(self, call: Call) -> tuple[str, ...]:
+        """Return who is behind the output: the Linear itself, or the producers of all arguments (a dozen at most)."""
+        if call.name == "linear":
+            weight = call.argument(1, "weight")
+            if id(weight) in self._linears:
+                return (self._linears[id(weight)],)
+        merged = dict.fromkeys(p for tensor in call.tensors for p in self._tag(tensor).producers)
+        return tuple(merged)[:12]
+
+    def _tag(self, tensor: Tensor) -> _Tag:
+        return self._tags[id(tensor)][1] if id(tensor) in self._tags else _NO_TAG
+
+    def _set(self, tensor: Tensor, tag: _Tag) -> None:
+        self._tags[id(tensor)] = (tensor, tag)
+
+    def _record(
+        self,
+        name: str,
+        path: str,
+        outputs: list[Tensor],
+        scalars: tuple[float, ...] = (),
+        starts: tuple[int, ...] = (),
+        hot: bool = False,
+    ) -> None:
+        shapes = tuple(_predicted(tensor, self._tag(tensor), self.plan.degree) for tensor in outputs)
+        self.events.append(Event(name, path, model_source(), shapes, scalars, starts, hot))
+
+
+def _need_finding(planned: PlannedModule, needed: Activation, given: _Tag) -> CheckFinding:
+    """Return the finding of a planned module whose input is not what its style needs."""
+    style, layout, path = planned.style.label, given.layout, planned.path
+    made = _names(given.producers)
+    repair: Repair | None = None
+    if isinstance(needed, Replicated):
+        kind = "WholeInputNeeded"
+        fix = f"leave {made} whole, or make this layer rowwise"
+        if isinstance(layout, Shard):
+            repair = PlanRowwise(path, layout.blocks)
+            fix = f"make it rowwise with blocks {list(layout.blocks)}, or leave {made} whole"
+    elif isinstance(layout, Replicated):
+        kind, repair = "ShardedInputNeeded", SplitInput(path)
+        fix = f'use "rowwise_split_input", or shard {made} with a colwise style'
+    else:
+        kind = "BlocksDiffer"
+        fix = "give both layers the same blocks"
+        if isinstance(layout, Shard) and isinstance(needed, Shard) and layout.dim == needed.dim:
+            fix = f"declare blocks {list(layout.blocks)}"
+            repair = RefineBlocks((path,), needed.blocks, layout.blocks)
+    message = f"{style} needs {_describe(needed)} input and is given {_describe(layout)} from {made}"
+    return CheckFinding(kind, path, message, fix, planned.plan_key, model_source(), repair=repair)
+
+
+def _describe(layout: Activation | None) -> str:
+    return "a whole" if isinstance(layout, Replicated) else str(layout)
+
+
+def _names(producers: tuple[str, ...]) -> str:
+    return ", ".join(producers[:4]) or "an input"
+
+
+def _hot_producers(known: list[_Tag]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(p for tag in known if tag.layout != WHOLE for p in tag.producers))
+
+
+def _predicted(tensor: Tensor, tag: _Tag, degree: int) -> tuple[Any, ...] | None:
+    """Return the shape of a value on a rank; a size that follows a divided one may be either."""
+    shape = tuple(tensor.shape)
+    if tag.layout is None:
+        return None
+    if isinstance(tag.layout, Shard):
+        return tag.layout.local_shape(shape, degree)
+    rate = tag.repeats or (1,) * len(shape)
+    return tuple(
+        (size, size // degree) if r > 1 and size % degree == 0 else size
+        for size, r in zip(shape, rate, strict=True)
+    )
+
+
+def _plain(output: Any) -> Any:
+    """Return a model's output as a tuple, if it is one of diffusers' or transformers' output classes."""
+    return output.to_tuple() if hasattr(output, "to_tuple") else output

@@ -1,0 +1,84 @@
+"""What every sharding style is: the questions that a module's plan entry answers, and the fault it may raise.
+
+The styles themselves are in `plan.linears` and `plan.styles`. No process group, and no torch beyond the type
+of a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeGuard
+
+from torch import nn
+
+from shardwise.plan.layout import Layout, Replicated, divisors
+
+
+class StyleFault(Exception):
+    """A style met a module it cannot shard; `resolve` adds the place and turns it into a finding."""
+
+    def __init__(self, kind: str, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.kind, self.message, self.fix = kind, message, fix
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one module is shared between the ranks."""
+
+    leaves_shard: ClassVar[bool] = False
+    """Whether the module's output is a slice on each rank, so that what follows sees fewer features."""
+    sums_gradients: ClassVar[bool] = False
+    """Whether the module's whole parameters meet a slice, so that each rank knows a part of their gradient."""
+
+    opaque: ClassVar[bool] = True
+    """Whether the checker takes the style's word for what the module does, and does not look inside."""
+
+    def needs(self, module: nn.Module, ndim: int) -> Layout | None:
+        """Return the layout that the first input of `ndim` dims must have; None takes any."""
+        return None
+
+    def leaves(self, module: nn.Module, shape: tuple[int, ...]) -> Layout:
+        """Return the layout of an output of the whole `shape`."""
+        return Replicated()
+
+    def layouts(self, module: nn.Module) -> dict[str, Layout]:
+        """Return the layout of each own parameter of `module`, by its name in the module.
+
+        Raises:
+            StyleFault: the style cannot be applied to this module.
+        """
+        raise NotImplementedError
+
+    def attributes(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the integer attributes of `module` that are divided by the degree."""
+        return ()
+
+    def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
+        """Yield what keeps `degree` ranks from sharing `module` evenly."""
+        yield from ()
+
+    @property
+    def label(self) -> str:
+        """The style as a plan would spell it."""
+        return repr(self)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return whether `value` is a positive integer, and not a flag."""
+    return type(value) is int and value > 0
+
+
+def indivisible_heads(name: str, count: int, degree: int) -> StyleFault:
+    """Return the fault that says which degrees a head count allows."""
+    return StyleFault(
+        "IndivisibleHeads",
+        f"{name} is {count}; {count} is not divisible by tp_degree {degree}",
+        f"use a degree that divides it: {', '.join(map(str, divisors(count)))}",
+    )
+
+
+def are_blocks(value: object) -> TypeGuard[Sequence[int]]:
+    """Return whether `value` is a list of block sizes."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(is_count(block) for block in value)

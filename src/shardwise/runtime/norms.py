@@ -1,0 +1,94 @@
+"""Norms that look at all heads together, on a rank that holds some of them: their statistic is summed over the ranks.
+
+The formulas are those of `torch.nn.RMSNorm` and of diffusers' `RMSNorm`, cast for cast: the two differ where the
+input and the weight are of different or of half precision.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.plan.resolve import PlannedModule
+from shardwise.runtime.collectives import enter_shard, reduce_partial
+from shardwise.runtime.group import TensorParallelGroup
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class AcrossHeadRMSNorm(nn.Module):
+    """A rank's slice of an RMSNorm over all heads: maps a slice (..., width / degree) to its slice of the output.
+
+    Attributes:
+        tp_group: The ranks that hold the other slices.
+        tp_planned: The module's entry in the resolved plan.
+        tp_width: The number of features on all ranks together.
+        eps: What is added to the mean of squares; None is the smallest step of the dtype it is computed in.
+    """
+
+    tp_group: TensorParallelGroup
+    tp_planned: PlannedModule
+    tp_width: int
+    eps: float | None
+    shape_attribute: ClassVar[str]
+    """The module's own record of its width."""
+
+    @classmethod
+    def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
+        """Make `module`, a norm whose parameters are local already, a module of this class: the one of its formula."""
+        local = AcrossHeadTorchRMSNorm if isinstance(module, nn.RMSNorm) else AcrossHeadDiffusersRMSNorm
+        (width,) = getattr(module, local.shape_attribute)
+        module.__class__ = local
+        vars(module).update(tp_group=group, tp_planned=planned, tp_width=width)
+        vars(module)[local.shape_attribute] = torch.Size([width // group.degree])
+
+    def extra_repr(self) -> str:
+        """Return the local width, and the rank."""
+        group = self.tp_group
+        width = self.tp_width // group.degree
+        return f"{width} of {self.tp_width}, eps={self.eps}, rank {group.rank} of {group.degree}"
+
+    def mean_of_squares(self, values: Tensor) -> Tensor:
+        """Return the mean over the features of all ranks (..., 1) of the squares of a slice; one all-reduce.
+
+        Each rank goes on with the mean on features of its own, so its gradient is summed too.
+        """
+        total = reduce_partial(values.pow(2).sum(-1, keepdim=True), self.tp_group)
+        return enter_shard(total, self.tp_group) / self.tp_width
+
+
+class AcrossHeadTorchRMSNorm(AcrossHeadRMSNorm, nn.RMSNorm):
+    """A slice of a `torch.nn.RMSNorm`: computed in fp32 or more, returned in the input's dtype."""
+
+    shape_attribute = "normalized_shape"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's features, normalized; one all-reduce."""
+        values = x.float() if x.dtype in _HALF else x
+        eps = torch.finfo(values.dtype).eps if self.eps is None else self.eps
+        output = values * torch.rsqrt(self.mean_of_squares(values) + eps)
+        if self.weight is not None:
+            output = output * self.weight
+        return output.to(x.dtype)
+
+
+class AcrossHeadDiffusersRMSNorm(AcrossHeadRMSNorm):
+    """A slice of diffusers' `RMSNorm`: the statistic in fp32, the product in the weight's dtype if that is half."""
+
+    shape_attribute = "dim"
+    eps: float
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return this rank's features, normalized; one all-reduce."""
+        mean = self.mean_of_squares(hidden_states.float())
+        output = hidden_states * torch.rsqrt(mean + self.eps)
+        if self.weight is None:
+            return output.to(hidden_states.dtype)
+        if self.weight.dtype in _HALF:
+            output = output.to(self.weight.dtype)
+        output = output * self.weight
+        return output if self.bias is None else output + self.bias

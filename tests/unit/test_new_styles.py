@@ -1,0 +1,217 @@
+"""Styles beside those of Linears, without ranks: norms over all heads, sliced outputs, optional entries, own blocks."""
+
+from __future__ import annotations
+
+import pytest
+from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
+from torch import nn
+
+from shardwise import IfPresent, PackedColwiseParallel, PackedRowwiseParallel, SliceOutput
+from shardwise.errors import ConfigError, PlanError
+from shardwise.models.hunyuan_video import attention_and_mlp
+from shardwise.plan.layout import Shard
+from shardwise.plan.resolve import resolve
+from shardwise.plan.styles import AcrossHeadNorm, ColwiseParallel, Style, StyleFault, as_style
+from shardwise.runtime.modules import LOCAL_CLASSES, OutputSlice
+from shardwise.runtime.norms import AcrossHeadRMSNorm
+
+# ---------------------------------------------------------------- norms over all heads
+
+
+class RMSNorm(nn.Module):
+    """Of the right name, and of a formula that is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.dim = nn.Parameter(nn.Linear(1, 12).weight[:, 0]), 1e-5, (12,)
+
+
+class OwnForward(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Renamed(nn.RMSNorm):
+    pass
+
+
+KNOWN = {
+    "torch": nn.RMSNorm(12),
+    "renamed": Renamed(12),
+    "torch_without_weight": nn.RMSNorm(12, elementwise_affine=False),
+    "diffusers": DiffusersRMSNorm(12, 1e-5),
+    "diffusers_with_bias": DiffusersRMSNorm(12, 1e-5, bias=True),
+    "diffusers_without_weight": DiffusersRMSNorm(12, 1e-5, elementwise_affine=False),
+}
+
+
+@pytest.mark.parametrize("norm", KNOWN.values(), ids=list(KNOWN))
+def test_norm_over_all_heads_cuts_whatever_parameters_there_are(norm: nn.Module) -> None:
+    expected = {name: Shard(0, (12,)) for name, _ in norm.named_parameters()}
+    assert AcrossHeadNorm().layouts(norm) == expected
+
+
+@pytest.mark.parametrize("norm", KNOWN.values(), ids=list(KNOWN))
+def test_norm_over_all_heads_needs_and_leaves_sharded_features(norm: nn.Module) -> None:
+    style = AcrossHeadNorm()
+    assert style.needs(norm, 3) == Shard(2, (12,))
+    assert style.leaves(norm, (5, 7, 12)) == Shard(2, (12,))
+    assert style.leaves_shard
+    assert not style.attributes(norm)
+
+
+@pytest.mark.parametrize("norm", KNOWN.values(), ids=list(KNOWN))
+def test_E5_norm_whose_width_the_degree_does_not_divide_names_those_that_do(norm: nn.Module) -> None:
+    assert not list(AcrossHeadNorm().faults(norm, 4))
+    (fault,) = AcrossHeadNorm().faults(norm, 5)
+    assert fault.kind == "IndivisibleNorm"
+    assert "12 is not divisible by tp_degree 5" in str(fault)
+    assert fault.fix.endswith(": 1, 2, 3, 4, 6, 12")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LayerNorm(12),
+        nn.Linear(12, 12),
+        nn.RMSNorm((3, 12)),
+        DiffusersRMSNorm((3, 12), 1e-5),
+        RMSNorm(),
+        OwnForward(12),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_norm_over_all_heads_refuses_what_has_no_known_formula(module: nn.Module) -> None:
+    with pytest.raises(StyleFault) as caught:
+        AcrossHeadNorm().layouts(module)
+    assert caught.value.kind == "NotAnRMSNorm"
+    assert type(module).__name__ in str(caught.value)
+    assert '"across_head_norm"' in str(caught.value)
+
+
+def test_norm_over_all_heads_is_known_by_its_name() -> None:
+    assert as_style("across_head_norm") == AcrossHeadNorm()
+    assert LOCAL_CLASSES[AcrossHeadNorm] is AcrossHeadRMSNorm
+
+
+# ---------------------------------------------------------------- sliced outputs
+
+
+def test_sliced_output_leaves_its_dim_sharded_and_everything_else_alone() -> None:
+    module = nn.Linear(4, 4)
+    assert SliceOutput(-1).layouts(module) == {}
+    assert SliceOutput(-1).needs(module, 3) is None
+    assert SliceOutput(-1).leaves(module, (5, 7, 12)) == Shard(2, (12,))
+    assert SliceOutput(1).leaves(module, (5, 8, 12)) == Shard(1, (8,))
+    assert SliceOutput(-1).leaves_shard
+    assert SliceOutput(-1).label == "SliceOutput(-1)"
+    assert LOCAL_CLASSES[SliceOutput] is OutputSlice
+
+
+@pytest.mark.parametrize("dim", [3, -4])
+def test_sliced_output_without_the_dim_is_a_fault(dim: int) -> None:
+    with pytest.raises(StyleFault) as caught:
+        SliceOutput(dim).leaves(nn.Identity(), (5, 7, 12))
+    assert caught.value.kind == "NoSuchDim"
+    assert str(dim) in str(caught.value)
+
+
+@pytest.mark.parametrize("dim", [None, "1", 1.0, True, (1,)])
+def test_sliced_dim_must_be_an_integer(dim: object) -> None:
+    with pytest.raises(ConfigError, match=r"^SliceOutput: dim must be an integer"):
+        SliceOutput(dim)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+
+class Rotary(nn.Module):
+    """A table beside attention-like Linears; the model itself counts heads, which a sliced table does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.rope, self.other = 3, nn.Identity(), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+
+def test_sliced_output_divides_no_heads_of_the_module_around_it() -> None:
+    resolved = resolve(Rotary(), {"rope": SliceOutput(-1), "blocks.*.up": "colwise"}, 2)
+    assert {m.path for m in resolved.modules} == {"rope", "blocks.0.up", "blocks.1.up"}
+
+
+# ---------------------------------------------------------------- optional entries
+
+
+@pytest.mark.parametrize("key", ["blocks.*.down", "refiner.*.up", "down"])
+def test_optional_entry_may_match_nothing(key: str) -> None:
+    resolved = resolve(Rotary(), {"blocks.*.up": "colwise", key: IfPresent("rowwise")}, 2)
+    assert {m.plan_key for m in resolved.modules} == {"blocks.*.up"}
+
+
+@pytest.mark.parametrize("key", ["blocks.*.down", "refiner.*.up", "down"])
+def test_entry_that_is_not_optional_must_match_something(key: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve(Rotary(), {"blocks.*.up": "colwise", key: "rowwise"}, 2)
+    assert [finding.kind for finding in caught.value.findings] == ["UnmatchedKey"]
+
+
+def test_optional_entry_that_matches_is_as_any_other() -> None:
+    resolved = resolve(Rotary(), {"blocks.*.up": IfPresent("colwise")}, 2)
+    assert {m.style for m in resolved.modules} == {ColwiseParallel()}
+    assert resolved.layout("blocks.1.up.weight") == Shard(0, (16,))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("blocks.*.down", IfPresent("colwize"), "UnknownStyle"),
+        ("blocks.*.*", IfPresent("colwise"), "TwoWildcards"),
+        ("rope.*.up", IfPresent("colwise"), "NotAModuleList"),
+        ("rope", IfPresent("colwise"), "NotALinear"),
+    ],
+)
+def test_optional_entry_is_checked_in_every_other_way(key: str, value: object, kind: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve(Rotary(), {"blocks.*.up": "colwise", key: value}, 2)
+    assert [finding.kind for finding in caught.value.findings] == [kind]
+
+
+def test_plan_of_optional_entries_that_match_nothing_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve(Rotary(), {"down": IfPresent("rowwise")}, 2)
+    assert [finding.kind for finding in caught.value.findings] == ["NothingSharded"]
+
+
+# ---------------------------------------------------------------- blocks that follow the config
+
+
+def halves(linear: nn.Linear) -> list[int]:
+    return [linear.out_features // 2] * 2
+
+
+@pytest.mark.parametrize("mlp", [8, 20, 36])
+def test_P9_blocks_may_be_a_function_of_the_linear(mlp: int) -> None:
+    style = PackedRowwiseParallel(attention_and_mlp)
+    assert style.layouts(nn.Linear(12 + mlp, 12))["weight"] == Shard(1, (12, mlp))
+    assert style.label == "PackedRowwiseParallel(attention_and_mlp)"
+    assert PackedColwiseParallel(halves).blocks_of(nn.Linear(4, 10)) == (5, 5)
+
+
+@pytest.mark.parametrize("blocks", [[], [0, 4], [-4, 16], None, 3, [1.0]])
+def test_P9_function_that_gives_no_blocks_is_a_fault(blocks: object) -> None:
+    style: Style = PackedRowwiseParallel(lambda linear: blocks)
+    with pytest.raises(StyleFault) as caught:
+        style.layouts(nn.Linear(12, 12))
+    assert caught.value.kind == "BadBlocks"
+    assert repr(blocks) in str(caught.value)
+
+
+def test_P8_function_of_the_linear_must_keep_declared_borders() -> None:
+    linear = nn.Linear(12, 12)
+    linear._tp_packed_row_blocks = [4, 8]
+    with pytest.raises(StyleFault) as caught:
+        PackedRowwiseParallel(halves).layouts(linear)
+    assert caught.value.kind == "PackedWeight"

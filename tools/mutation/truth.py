@@ -1,0 +1,108 @@
+"""Records what each wrong plan really does: the same numbers, wrong ones without an error, or an error.
+
+Every mutant is run on 2 and on 4 ranks against one process, with shardwise's own guards taken away, since the
+question is what would happen without them. The record is `tests/data/mutation_truth.json`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import torch
+import torch.distributed as dist
+from tools.mutation.cases import Case, case, case_names
+from tools.mutation.mutants import Mutant, mutants, pairs
+
+from shardwise import TensorParallelConfig, enable_parallelism
+from shardwise.errors import PlanError
+from shardwise.launch import run_ranks
+from shardwise.plan import heads
+from shardwise.plan.rules import tensors_in
+from shardwise.plan.styles import LinearStyle
+
+RECORD = Path(__file__).parents[2] / "tests" / "data" / "mutation_truth.json"
+DEGREES = (2, 4)
+PAIRS = 40
+SAME = 1e-4
+"""Largest difference, relative to the largest output, that counts as the same numbers; a fault is far above it."""
+
+SEVERITY = ["same", "wrong", "raises", "refused"]
+
+
+def all_mutants(of: Case) -> list[Mutant]:
+    """Return the single faults of a case and some pairs of them."""
+    singles = mutants(of.model, of.plan)
+    return singles + pairs(singles, of.plan, PAIRS)
+
+
+@contextmanager
+def guards_off() -> Iterator[None]:
+    """Let plans through that resolving would refuse for what it knows of heads and declared blocks."""
+    with (
+        mock.patch.object(heads, "faults", return_value=()),
+        mock.patch.object(LinearStyle, "_check_declared"),
+    ):
+        yield
+
+
+def outcomes(name: str) -> dict[str, list[Any]]:
+    """Run all mutants of a case on the ranks of the process group; return name -> [outcome, error]."""
+    torch.set_num_threads(1)
+    of = case(name)
+    with torch.no_grad():
+        reference = _tensors(of.model(**copy.deepcopy(of.inputs)))
+    found = {}
+    for mutant in all_mutants(of):
+        outcome, error = _run(of, mutant, reference)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, outcome)
+        found[mutant.name] = [max(everyone, key=SEVERITY.index), error]
+    return found
+
+
+@torch.no_grad()
+def _run(of: Case, mutant: Mutant, reference: list[torch.Tensor]) -> tuple[str, float]:
+    config = TensorParallelConfig(tp_degree=dist.get_world_size(), check=False)
+    try:
+        with guards_off():
+            model = enable_parallelism(copy.deepcopy(of.model), config=config, plan=mutant.plan)
+    except PlanError:
+        return "refused", -1.0
+    try:
+        results = _tensors(model(**copy.deepcopy(of.inputs)))
+    except Exception:
+        return "raises", -1.0
+    scale = max(r.abs().max().item() for r in reference)
+    if [r.shape for r in results] != [r.shape for r in reference]:
+        return "wrong", float("inf")
+    error = max((a - b).abs().max().item() for a, b in zip(results, reference, strict=True)) / scale
+    return ("same" if error <= SAME else "wrong"), round(error, 7)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return list(tensors_in(output.to_tuple() if hasattr(output, "to_tuple") else output))
+
+
+@click.command(help=__doc__)
+@click.argument("names", nargs=-1)
+def main(names: tuple[str, ...]) -> None:
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for degree in DEGREES:
+        for name in names or case_names():
+            found = run_ranks(outcomes, degree, name)[0]
+            record.setdefault(name, {})[str(degree)] = found
+            counts = {kind: sum(outcome == kind for outcome, _ in found.values()) for kind in SEVERITY}
+            click.echo(f"{name} at {degree} ranks: {len(found)} mutants, {counts}")
+            RECORD.parent.mkdir(exist_ok=True)
+            RECORD.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
