@@ -19,6 +19,7 @@ from shardwise.runtime.placement import placement
 
 if TYPE_CHECKING:
     from shardwise.models.checking import check
+    from shardwise.models.inference import infer
     from shardwise.models.mixin import TensorParallelMixin
     from shardwise.models.parallelism import enable_parallelism
     from shardwise.verification import verify
@@ -38,6 +39,7 @@ __all__ = [
     "check",
     "demo_model_path",
     "enable_parallelism",
+    "infer",
     "placement",
     "verify",
 ]
@@ -47,6 +49,7 @@ _ON_DEMAND = {
     "TensorParallelMixin": "shardwise.models.mixin",
     "check": "shardwise.models.checking",
     "enable_parallelism": "shardwise.models.parallelism",
+    "infer": "shardwise.models.inference",
     "verify": "shardwise.verification",
 }
 """What belongs to the diffusers side, whose import takes seconds -> where it is."""

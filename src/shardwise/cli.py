@@ -170,6 +170,34 @@ def verify(
         raise SystemExit(1)
 
 
+@main.command()
+@click.argument("model")
+@click.option("--infer", "by_dataflow", is_flag=True, help="Find a plan by dataflow, and say why.")
+@click.option(
+    "--tp", "tp_degree", type=click.IntRange(min=2), default=2, show_default=True, help="Number of ranks."
+)
+@click.option("--python", "as_python", is_flag=True, help="Print the plan only, as Python to paste.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def plan(model: str, by_dataflow: bool, tp_degree: int, as_python: bool, as_json: bool) -> None:
+    """Print the plan of MODEL: the declared one, or with --infer one that is found without looking at a name.
+
+    MODEL is the name of a model class (for --infer its tiny configuration is used, if it has one), a folder or hub
+    id with a config.json, or "embedded" for the model that comes with shardwise.
+
+    Exits 1 if there is no plan at this degree, 2 if the question is wrong.
+    """
+    from shardwise.models.inference import declared, infer
+    from shardwise.plan.infer import plan_as_python
+
+    with _exit_codes():
+        named = str(_embedded()) if model == "embedded" else model
+        found = infer(named, tp_degree) if by_dataflow else declared(named, tp_degree)
+    if as_json:
+        click.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        click.echo(plan_as_python(found.plan) if as_python else str(found))
+
+
 def _embedded() -> Path:
     """Return the folder of the embedded transformer."""
     from shardwise.demo import demo_model_path

@@ -122,7 +122,8 @@ class _FirstForward:
 def _judge(name: str, report: CheckReport) -> CheckReport:
     """Raise for a wrong plan, warn where the check could not decide, and log what it cost."""
     if report.wrong:
-        raise PlanError(report.wrong, f"{name} at tp_degree {report.degree}, found by the static check")
+        found_by = "found by the static check, which TensorParallelConfig(check=False) turns off"
+        raise PlanError(report.wrong, f"{name} at tp_degree {report.degree} ({found_by})")
     for finding in report.findings:
         logger.warning("the static check of %s could not decide:\n%s", name, finding)
     logger.info("static check of %s: %d calls in %.1f s", name, report.calls, report.seconds)

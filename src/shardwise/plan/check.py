@@ -22,7 +22,7 @@ from shardwise.plan.layout_pass import LayoutTracer
 from shardwise.plan.repair import Divide
 from shardwise.plan.resolve import ResolvedPlan
 from shardwise.plan.shape_pass import ShapeTracer, compare
-from shardwise.plan.trace import meta_forward, warm_up
+from shardwise.plan.trace import meta_forward
 
 INCONCLUSIVE = frozenset({"NoRule", "ForwardFailed"})
 """Kinds of findings that say the check could not decide, not that the plan is wrong."""
@@ -98,7 +98,6 @@ def check_plan(
     plan: ResolvedPlan,
     inputs: Mapping[str, Any],
     localize: Localize | None = None,
-    warm: bool = True,
 ) -> CheckReport:
     """Check a resolved plan on a model and example inputs.
 
@@ -107,11 +106,10 @@ def check_plan(
         plan: What a plan means for it.
         inputs: Keyword arguments of its forward, real tensors; each pass gets a copy.
         localize: Builds the model of the second pass; without it only the first is run.
-        warm: Whether to run the model once before, for the tables that it caches; needed the first time only.
     """
     start = time.perf_counter()
     first = LayoutTracer(model, plan)
-    failed = _run_first(first, inputs, warm)
+    failed = _run_first(first, inputs)
     findings, traffic = list(first.findings), None
     if localize is not None and not findings and not failed:
         local, counter = localize(model, plan)
@@ -127,11 +125,9 @@ def check_plan(
     )
 
 
-def _run_first(tracer: LayoutTracer, inputs: Mapping[str, Any], warm: bool) -> bool:
+def _run_first(tracer: LayoutTracer, inputs: Mapping[str, Any]) -> bool:
     """Run the first pass; return whether the forward failed."""
     try:
-        if warm:
-            warm_up(tracer.model, copy.deepcopy(dict(inputs)))
         with meta_forward(), tracer:
             output = tracer.model(**copy.deepcopy(dict(inputs)))
     except Exception as error:
@@ -164,14 +160,18 @@ def _run_second(first: LayoutTracer, second: ShapeTracer, inputs: Mapping[str, A
 
 
 def _collapse(findings: Iterable[CheckFinding]) -> tuple[CheckFinding, ...]:
-    """Return the findings with those that repeat from block to block merged."""
+    """Return the findings with those that repeat merged: from block to block, and of one fault at several lines."""
     merged: dict[tuple[str, ...], CheckFinding] = {}
     for finding in findings:
         same = (finding.kind, finding.source or "", _blockless(finding.module), _blockless(finding.message))
         first = merged.get(same)
         merged[same] = replace(first, count=first.count + 1) if first else finding
-    return tuple(merged.values())
+    faults: dict[tuple[str, ...], CheckFinding] = {}
+    for finding in merged.values():
+        root = _blockless(repr(finding.repair)) if finding.repair else finding.message
+        faults.setdefault((finding.kind, _blockless(finding.module), root), finding)
+    return tuple(faults.values())
 
 
 def _blockless(text: str) -> str:
-    return re.sub(r"\.\d+(?=[.,\s]|$)", ".*", text)
+    return re.sub(r"\.\d+(?=[.,\s'\"]|$)", ".*", text)

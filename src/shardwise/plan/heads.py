@@ -109,12 +109,12 @@ def derive(
     """Yield (path, plan key, style) for what follows from a plan without being in it.
 
     An attention whose projections are sharded divides its head count, and sums the gradients of the norms
-    that it applies to each head. A module that has its own entry in the plan is left to it.
+    that it applies to each head. What has its own entry in the plan is left to it.
     """
     for owner in _owners(modules, planned):
-        if owner.path in planned or not owner.reads_heads:
+        if not owner.reads_heads:
             continue
-        if any(name in HEAD_COUNTS for name in owner.counts):
+        if owner.path not in planned and any(name in HEAD_COUNTS for name in owner.counts):
             yield owner.path, owner.key, DivideAttributes(*owner.counts)
         for path in _per_head_modules(owner):
             if path not in planned:

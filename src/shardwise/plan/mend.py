@@ -181,45 +181,48 @@ def _blocks(subject: Subject, plan: Entries, key: str) -> tuple[int, tuple[int, 
 def _cut(
     subject: Subject, plan: Entries, producers: Sequence[str], piece: Sequence[int], sizes: Sequence[int]
 ) -> dict[str, object] | None:
-    """Return the one producer with `sizes` in place of the blocks `piece`, which are some or all of its blocks."""
-    keys = {subject.pattern(path) for path in producers}
-    if len(keys) != 1:
-        return None
-    (key,) = keys
-    dim, old = _blocks(subject, plan, key)
-    if dim == 1:
-        new = _scaled(sizes, sum(old))
-    else:
-        placed = _placed(old, tuple(piece), tuple(sizes))
-        if placed is None:
+    """Return the producers with `sizes` in place of the blocks `piece`, which are some or all of their blocks."""
+    changed: dict[str, object] = {}
+    for key in _linears(subject, producers):
+        dim, old = _blocks(subject, plan, key)
+        if dim == 1:
+            new = _scaled(sizes, sum(old))
+        elif (placed := _placed(old, tuple(piece), tuple(sizes))) is not None:
+            new = _merged(old, placed)
+        else:
             return None
-        new = _merged(old, placed)
-    return {key: linear_style(dim, new)} if new != old else None
+        if new != old:
+            changed[key] = linear_style(dim, new)
+    return changed or None
+
+
+def _linears(subject: Subject, producers: Sequence[str]) -> list[str]:
+    """Return the patterns of the Linears among the producers; tables beside them have no blocks."""
+    return sorted({subject.pattern(path) for path in producers} & set(subject.linears))
 
 
 def _placed(old: tuple[int, ...], piece: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the blocks `old` with `sizes` where `piece` is; a view may have divided both by one unit."""
-    if sum(old) % sum(sizes) == 0 and sum(sizes) * len(old) > sum(old) and len(old) == 1:
-        return _scaled(sizes, sum(old))
+    """Return the blocks `old` with `sizes` where `piece` is; a view of all of them may have other units."""
+    if sum(sizes) == sum(old):
+        return sizes
     for i in range(len(old) - len(piece) + 1):
-        window = old[i : i + len(piece)]
-        unit = window[0] // piece[0]
-        if unit and window == tuple(unit * part for part in piece):
-            return old[:i] + tuple(unit * size for size in sizes) + old[i + len(piece) :]
-    return None
+        if old[i : i + len(piece)] == piece:
+            return old[:i] + sizes + old[i + len(piece) :]
+    unit = sum(old) // sum(piece)
+    return _scaled(sizes, sum(old)) if old == tuple(unit * part for part in piece) else None
 
 
-def _parts(
-    subject: Subject, plan: Entries, producers: Sequence[str], count: int
-) -> dict[str, object] | None:
-    """Return the one producer with `count` equal blocks."""
-    keys = {subject.pattern(path) for path in producers}
-    if len(keys) != 1 or not 1 < count <= MOST_PARTS:
+def _parts(subject: Subject, plan: Entries, producers: Sequence[str], count: int) -> dict[str, object] | None:
+    """Return the producers with `count` equal blocks each."""
+    if not 1 < count <= MOST_PARTS:
         return None
-    (key,) = keys
-    dim, old = _blocks(subject, plan, key)
-    new = _scaled((1,) * count, sum(old))
-    return {key: linear_style(dim, new)} if new != old else None
+    changed: dict[str, object] = {}
+    for key in _linears(subject, producers):
+        dim, old = _blocks(subject, plan, key)
+        new = _scaled((1,) * count, sum(old))
+        if new != old:
+            changed[key] = linear_style(dim, new)
+    return changed or None
 
 
 def _scaled(blocks: Sequence[int], size: int) -> tuple[int, ...]:
@@ -243,9 +246,7 @@ def _merged(*cuts: Sequence[int]) -> tuple[int, ...]:
 # ---------------------------------------------------------------- attributes
 
 
-def divide(
-    subject: Subject, plan: Entries, finding: CheckFinding
-) -> tuple[dict[str, object], CheckReport]:
+def divide(subject: Subject, plan: Entries, finding: CheckFinding) -> tuple[dict[str, object], CheckReport]:
     """Return the plan with integer attributes of one module divided that clear it, and the report of that plan.
 
     Single attributes are tried first, then pairs, then all.

@@ -77,7 +77,7 @@ class Subject:
         """Return a path with its index in a list of blocks replaced by `*`."""
         for name in self.lists:
             if path.startswith(f"{name}."):
-                index, *rest = path.removeprefix(f"{name}.").split(".")
+                _, *rest = path.removeprefix(f"{name}.").split(".")
                 return ".".join([name, "*", *rest])
         return path
 
@@ -107,7 +107,7 @@ class Subject:
         """
         resolved = self.resolve(plan)
         self.checks += 1
-        return check_plan(self.model, resolved, self.inputs, self.localize if second else None, warm=False)
+        return check_plan(self.model, resolved, self.inputs, self.localize if second else None)
 
     def _run(self) -> tuple[str, ...]:
         """Run the forward once, for what the model caches and for the order of its Linears."""
@@ -146,10 +146,13 @@ def _block_lists(model: nn.Module) -> Iterator[str]:
     found: list[str] = []
     for path, module in model.named_modules():
         inside = path.startswith(tuple(f"{outer}." for outer in found))
-        if not inside and isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1:
-            if any(True for _ in module[0].children()):
-                found.append(path)
-                yield path
+        if not inside and isinstance(module, nn.ModuleList) and _are_blocks(module):
+            found.append(path)
+            yield path
+
+
+def _are_blocks(elements: nn.ModuleList) -> bool:
+    return len({type(e) for e in elements}) == 1 and any(True for _ in elements[0].children())
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
