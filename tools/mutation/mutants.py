@@ -49,7 +49,7 @@ def mutants(model: nn.Module, plan: Mapping[str, Any]) -> list[Mutant]:
 
 
 def pairs(singles: list[Mutant], plan: Mapping[str, Any], count: int, seed: int = 0) -> list[Mutant]:
-    """Return `count` random pairs of faults at different places."""
+    """Return random pairs of faults, `count` of them or a few less where the same pair is drawn twice."""
     rng = random.Random(seed)
     chosen = []
     for _ in range(count):
@@ -58,7 +58,7 @@ def pairs(singles: list[Mutant], plan: Mapping[str, Any], count: int, seed: int 
         for source in (a, b):
             merged |= {k: v for k, v in source.plan.items() if plan.get(k) != v}
         chosen.append(Mutant(f"pair: {a.kind} + {b.kind}", f"{a.target} + {b.target}", merged))
-    return chosen
+    return list({mutant.name: mutant for mutant in chosen}.values())
 
 
 def _entries(model: nn.Module, plan: Plan) -> Iterator[Mutant]:
