@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
@@ -19,6 +19,26 @@ if TYPE_CHECKING:
     from shardwise.demo.run import DemoReport
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _tp(smallest: int) -> Callable[[_F], _F]:
+    """Return the option that all commands call `--tp`."""
+    degree = click.IntRange(min=smallest)
+    return click.option(
+        "--tp", "tp_degree", type=degree, default=2, show_default=True, help="Number of ranks."
+    )
+
+
+_plan_file = click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON file of module pattern -> style, in place of the declared plan.",
+)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+
+
 @click.group()
 @click.version_option(__version__, prog_name="shardwise")
 def main() -> None:
@@ -26,9 +46,7 @@ def main() -> None:
 
 
 @main.command()
-@click.option(
-    "--tp", "tp_degree", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks."
-)
+@_tp(1)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -72,16 +90,9 @@ def _demo_table(report: DemoReport) -> Table:
 
 @main.command()
 @click.argument("model")
-@click.option(
-    "--tp", "tp_degree", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks."
-)
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON file of module pattern -> style, in place of the declared plan.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@_tp(1)
+@_plan_file
+@_as_json
 def check(model: str, tp_degree: int, plan_file: Path | None, as_json: bool) -> None:
     """Check the plan of MODEL without reading a weight.
 
@@ -103,9 +114,7 @@ def check(model: str, tp_degree: int, plan_file: Path | None, as_json: bool) -> 
 
 @main.command()
 @click.argument("model")
-@click.option(
-    "--tp", "tp_degree", type=click.IntRange(min=2), default=2, show_default=True, help="Number of ranks."
-)
+@_tp(2)
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="Where; by default CUDA if each rank can have one."
 )
@@ -117,13 +126,8 @@ def check(model: str, tp_degree: int, plan_file: Path | None, as_json: bool) -> 
 @click.option(
     "--subfolder", help="Folder of the checkpoint; of a pipeline's folder, by default its transformer."
 )
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON file of module pattern -> style, in place of the declared plan.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@_plan_file
+@_as_json
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -173,11 +177,9 @@ def verify(
 @main.command()
 @click.argument("model")
 @click.option("--infer", "by_dataflow", is_flag=True, help="Find a plan by dataflow, and say why.")
-@click.option(
-    "--tp", "tp_degree", type=click.IntRange(min=2), default=2, show_default=True, help="Number of ranks."
-)
+@_tp(2)
 @click.option("--python", "as_python", is_flag=True, help="Print the plan only, as Python to paste.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@_as_json
 def plan(model: str, by_dataflow: bool, tp_degree: int, as_python: bool, as_json: bool) -> None:
     """Print the plan of MODEL: the declared one, or with --infer one that is found without looking at a name.
 
