@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import PackedColwiseParallel, PackedRowwiseParallel, TensorParallelConfig, enable_parallelism
+from shardwise.errors import PlanError
 from shardwise.plan.layout import Shard
 from shardwise.runtime.shard import sharding_of
 from tests import tolerances
@@ -155,3 +156,21 @@ def test_P5_plain_rowwise_on_a_whole_input_names_the_layer_and_the_right_style(r
         assert "linear" in message
         assert "rowwise_split_input" in message
     assert max(ranks.run(_modulation_with, "rowwise_split_input")) < tolerances.FP32
+
+
+def _split_input_on_a_slice() -> str:
+    plan = {"up": "colwise", "down": "rowwise_split_input"}
+    options = TensorParallelConfig(tp_degree=dist.get_world_size(), check=False)
+    model = enable_parallelism(randomize(Mlp()), config=options, plan=plan)
+    try:
+        outputs(model, small_input(Mlp))
+    except PlanError as error:
+        return str(error)
+    return "no error"
+
+
+def test_P5_split_input_on_a_slice_raises_on_every_rank_and_none_waits(ranks: Pool) -> None:
+    # Slicing the slice again would work on the first rank, which would then wait for the others in the sum.
+    for message in ranks.run(_split_input_on_a_slice):
+        assert "WholeInputNeeded: down" in message
+        assert 'use "rowwise"' in message
