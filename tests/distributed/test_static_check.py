@@ -98,6 +98,24 @@ def test_check_can_be_turned_off_and_the_plan_is_then_silently_wrong(two_ranks: 
         assert error > tolerances.MISTAKE
 
 
+def _refused_each_time() -> list[str]:
+    plan = Transformer._tp_plan | {"blocks.*": DivideAttributes()}
+    model = enable_parallelism(randomize(Transformer()), config=config(), plan=plan)
+    messages = []
+    for _ in range(2):
+        try:
+            outputs(model, small_input(Transformer))
+        except PlanError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_refused_first_forward_is_refused_again_when_called_again(two_ranks: Pool) -> None:
+    for messages in two_ranks.run(_refused_each_time):
+        assert len(messages) == 2
+        assert all("LocalShape: blocks.0" in message for message in messages)
+
+
 def _checked_once() -> tuple[int, int]:
     model = enable_parallelism(randomize(Glu()), config=config())
     counts = []

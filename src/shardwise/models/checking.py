@@ -94,7 +94,7 @@ class StaticCheck:
 
 
 class _FirstForward:
-    """A forward pre-hook that checks the plan once and then removes itself."""
+    """A forward pre-hook that checks the plan and removes itself once the plan has passed."""
 
     handle: RemovableHandle
 
@@ -109,13 +109,13 @@ class _FirstForward:
         """
         if torch.compiler.is_compiling():
             return  # a compiled model is checked when it is first called eagerly, if it ever is
-        self.handle.remove()
         bound = inspect.signature(type(self.whole).forward).bind(self.whole, *args, **kwargs)
         _, *names = bound.arguments
         inputs = {name: bound.arguments[name] for name in names}
         for name in [n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_KEYWORD]:
             inputs |= inputs.pop(name, {})
         report = _judge(type(model).__name__, check_plan(self.whole, self.plan, inputs, localized_twin))
+        self.handle.remove()
         vars(model)["check_report"] = report
 
 

@@ -157,11 +157,7 @@ class LayoutTracer(Tracer):
         except Mismatch as mismatch:
             self._report("LayoutMismatch", mismatch.message, mismatch.fix, mismatch.repair)
             return [None] * count
-        return (
-            [result] * count
-            if isinstance(result, (Replicated, Shard)) or not isinstance(result, Sequence)
-            else result
-        )
+        return result if isinstance(result, Sequence) else [result] * count
 
     def _report(
         self, kind: str, message: str, fix: str, repair: Repair | None, planned: PlannedModule | None = None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shardwise.plan.layout import Activation, Replicated, Shard
+from shardwise.plan.layout import Activation, Replicated
 from shardwise.plan.repair import Repair
 
 WHOLE = Replicated()
@@ -111,11 +111,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(value.values()))
     elif isinstance(value, slice):
         yield from tensors_in([value.start, value.stop, value.step])
-
-
-def sharded(layout: Activation) -> Shard | None:
-    """Return `layout` if it is a shard."""
-    return layout if isinstance(layout, Shard) else None
 
 
 from shardwise.plan.rules import contract, elementwise, index, reduce, shape  # noqa: E402, F401  # fill RULES
