@@ -67,6 +67,58 @@ class CountingAttention(nn.Module):
         return self.to_out(mixed.transpose(1, 2).flatten(2))
 
 
+class GroupedAttention(nn.Module):
+    """Queries in groups that read one key head each, repeated for them as transformers' `repeat_kv` does.
+
+    Keys are normalised over all of their heads together.
+    """
+
+    def __init__(self, width: int = 24, heads: int = 8, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.num_heads, self.num_key_value_heads = heads, kv_heads
+        self.num_key_value_groups = heads // kv_heads
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_dim)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_dim)
+        self.k_norm = nn.RMSNorm(kv_heads * self.head_dim, eps=1e-6)
+        self.o_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_norm(self.k_proj(x)), self.v_proj(x)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        k, v = (self._repeated(t) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        batch, heads, length, width = x.shape
+        wide = x[:, :, None].expand(batch, heads, self.num_key_value_groups, length, width)
+        return wide.reshape(batch, heads * self.num_key_value_groups, length, width)
+
+
+class Grouped(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """Blocks of grouped-query attention."""
+
+    _tp_plan = {
+        "blocks.*.q_proj": "colwise",
+        "blocks.*.k_proj": "colwise",
+        "blocks.*.v_proj": "colwise",
+        "blocks.*.k_norm": "across_head_norm",
+        "blocks.*.o_proj": "rowwise",
+    }
+
+    @register_to_config
+    def __init__(self, kv_heads: int = 2, layers: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GroupedAttention(kv_heads=kv_heads) for _ in range(layers))
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        for block in self.blocks:
+            x = x + block(x)
+        return (x,)
+
+
 class Transformer(TensorParallelMixin, ModelMixin, ConfigMixin):
     """Blocks of attention with residuals; a rotary-like table as a buffer that no checkpoint holds."""
 
@@ -151,6 +203,7 @@ SMALL: dict[type[Any], tuple[int, ...]] = {
     Mlp: (3, 7, 8),
     Glu: (3, 7, 8),
     Transformer: (3, 7, 16),
+    Grouped: (3, 7, 24),
     Parallel: (3, 7, 16),
     Modulation: (3, 12),
 }

@@ -55,7 +55,7 @@ def _backward(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], d
     return grads, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _compare(whole: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
+def compare_gradients(whole: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
     """Return the largest errors of the gradients of inputs and of parameters."""
     config = TensorParallelConfig(tp_degree=dist.get_world_size(), check=False)
     sharded = enable_parallelism(copy.deepcopy(whole), config=config)
@@ -74,11 +74,11 @@ def _compare(whole: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
 
 
 def _family(name: str) -> tuple[float, float]:
-    return _compare(tiny_model(name), tiny_inputs(name))
+    return compare_gradients(tiny_model(name), tiny_inputs(name))
 
 
 def _small(cls: type[Any]) -> tuple[float, float]:
-    return _compare(randomize(cls()), small_input(cls))
+    return compare_gradients(randomize(cls()), small_input(cls))
 
 
 @pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.__name__)
@@ -93,7 +93,7 @@ def test_gradients_of_families_equal_one_process_per_head_norms_included(ranks: 
 
 def _variant(name: str, variant: str) -> tuple[float, float]:
     config, inputs_of = family(name).TINY_VARIANTS[variant]
-    return _compare(tiny_model(name, **config), inputs_of(torch.Generator().manual_seed(0)))
+    return compare_gradients(tiny_model(name, **config), inputs_of(torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize(("name", "variant"), variants())
@@ -105,7 +105,7 @@ def test_gradients_of_other_configurations_equal_one_process(
 
 def _per_head_norms_unsummed(name: str) -> float:
     with mock.patch.object(modules, "sum_gradients"):
-        return _compare(tiny_model(name), tiny_inputs(name))[1]
+        return compare_gradients(tiny_model(name), tiny_inputs(name))[1]
 
 
 def test_the_comparison_sees_gradients_that_are_partial_sums(two_ranks: Pool) -> None:

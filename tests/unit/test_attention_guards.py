@@ -100,10 +100,10 @@ def test_head_count_beside_linears_of_unknown_purpose_is_refused() -> None:
     assert divided(resolve(root, plan | {"block": DivideAttributes("heads")}, 2)) == {"heads": 2}
 
 
-@pytest.mark.parametrize("attributes", [{"head_dim": 4}, {"heads": 4, "kv_heads": 1}])
+@pytest.mark.parametrize("attributes", [{"head_dim": 2}, {"heads": 8, "kv_heads": 3}])
 def test_E4_key_value_heads_are_checked_where_only_their_width_is_known(attributes: dict[str, int]) -> None:
     with pytest.raises(PlanError) as caught:
-        resolve(model(attributes, kv=4), QKVO, 2)
+        resolve(model(attributes, kv=6), QKVO, 2)
     assert {finding.kind for finding in caught.value.findings} == {"IndivisibleHeads"}
     assert caught.value.degrees == (1,)
 

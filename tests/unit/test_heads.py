@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan import heads
+from shardwise.plan.layout import Shard
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import ResolvedPlan, resolve
 from shardwise.plan.styles import DivideAttributes, PackedColwiseParallel
@@ -259,6 +260,64 @@ def test_E4_config_and_modules_are_reported_together() -> None:
         "attn",
         "config.num_attention_heads",
     ]
+
+
+def few_key_heads(**attributes: object) -> Attention:
+    """Eight query heads of three, and two key and value heads."""
+    attn = Attention(**{"heads": 8, "kv_heads": 2, "inner_kv_dim": 6, "num_key_value_groups": 4} | attributes)
+    attn.to_k, attn.to_v = nn.Linear(24, 6), nn.Linear(24, 6)
+    return attn
+
+
+def test_E4_fewer_key_heads_than_ranks_are_held_in_copies() -> None:
+    resolved = resolve(Model(few_key_heads(), {"num_attention_heads": 8, "num_kv_heads": 2}), QKV, 8)
+    assert resolved.layouts["attn.to_q.weight"] == Shard(0, (24,))
+    assert resolved.layouts["attn.to_k.weight"] == resolved.layouts["attn.to_v.bias"] == Shard(0, (6,), 4)
+    (attention,) = (m for m in resolved.modules if m.path == "attn")
+    assert attention.attributes == {"heads": 1, "kv_heads": 1, "inner_kv_dim": 3, "num_key_value_groups": 1}
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_copies_need_no_entry_where_the_head_width_is_an_attribute(degree: int) -> None:
+    attn = few_key_heads(head_dim=3)
+    resolved = resolve(Model(attn), {**QKV, "attn": DivideAttributes("heads", "kv_heads")}, degree)
+    assert resolved.layouts["attn.to_k.weight"].copies == degree // 2
+    (attention,) = (m for m in resolved.modules if m.path == "attn")
+    assert attention.attributes == {"heads": 8 // degree, "kv_heads": 1}
+
+
+def test_groups_are_divided_only_where_key_heads_are_held_in_copies() -> None:
+    assert "num_key_value_groups" not in divided(Model(few_key_heads()), QKV, degree=2)["attn"]
+
+
+@pytest.mark.parametrize("key_heads", [3, 6])
+def test_E4_key_heads_that_are_no_divisor_of_the_degree_are_refused(key_heads: int) -> None:
+    attn = Attention(heads=24, kv_heads=key_heads)
+    attn.to_k, attn.to_v = nn.Linear(24, key_heads), nn.Linear(24, key_heads)
+    error = refusal(Model(attn, {"num_kv_heads": key_heads}), QKV, degree=4)
+    assert {f.kind for f in error.findings} <= {"IndivisibleHeads", "IndivisibleBlock"}
+    assert 4 not in error.degrees
+    assert {key_heads, 2 * key_heads} <= set(error.degrees)
+
+
+def test_E4_key_heads_fused_with_queries_are_not_held_in_copies() -> None:
+    attn = nn.Module()
+    attn.head_dim, attn.to_qkv = 3, nn.Linear(24, 36)
+    plan = {"attn.to_qkv": PackedColwiseParallel([4, 1, 1])}  # eight heads of queries, two of keys and values
+    assert divided(Model(attn), plan) == {}
+    assert {f.kind for f in refusal(Model(attn), plan, degree=4).findings} == {
+        "IndivisibleHeads",
+        "IndivisibleBlock",
+    }
+
+
+def test_norm_over_shared_key_heads_is_cut_as_they_are_and_that_over_queries_is_not() -> None:
+    attn = few_key_heads()
+    attn.norm_q, attn.norm_k = nn.RMSNorm(24), nn.RMSNorm(6)
+    plan = QKV | {"attn.norm_q": "across_head_norm", "attn.norm_k": "across_head_norm"}
+    layouts = resolve(Model(attn), plan, 4).layouts
+    assert layouts["attn.norm_q.weight"] == Shard(0, (24,))
+    assert layouts["attn.norm_k.weight"] == Shard(0, (6,), 2)
 
 
 def test_E4_faults_come_in_the_order_of_the_model_so_that_every_rank_says_the_same() -> None:

@@ -86,10 +86,25 @@ def test_divisors_are_all_and_ascend(number: int, expected: list[int]) -> None:
     assert divisors(number) == expected
 
 
+@pytest.mark.parametrize("copies", [2, 4])
+def test_copies_give_the_same_piece_to_neighbouring_ranks(copies: int) -> None:
+    shared, pieces = Shard(0, (8, 16), copies), 8 // copies
+    for rank in range(8):
+        assert owned(shared, rank, 8) == owned(Shard(0, (8, 16)), rank // copies, pieces)
+    assert shared.local_shape((24, 5), 8) == (24 // pieces, 5)
+
+
+def test_pieces_in_copies_need_blocks_that_their_number_divides() -> None:
+    assert Shard(0, (3, 6), 2).indivisible(4) == (0,)
+    assert Shard(0, (2, 2), 2).pieces_are_single(4)
+    assert not Shard(0, (2, 4), 2).pieces_are_single(4)
+
+
 def test_layouts_print_as_reports_show_them() -> None:
     assert str(Replicated()) == "replicated"
     assert str(Shard(1, (8,))) == "shard(dim 1)"
     assert str(Shard(0, (4, 4, 8))) == "shard(dim 0, blocks 4+4+8)"
+    assert str(Shard(0, (4, 4), 2)) == "shard(dim 0, blocks 4+4, 2 copies)"
 
 
 def test_equal_layouts_are_one_key() -> None:

@@ -57,7 +57,7 @@ def test_norm_over_all_heads_needs_and_leaves_sharded_features(norm: nn.Module) 
     assert style.needs(norm, 3) == Shard(2, (12,))
     assert style.leaves(norm, (5, 7, 12)) == Shard(2, (12,))
     assert style.leaves_shard
-    assert not style.attributes(norm)
+    assert not style.local_attributes(norm, 2)
 
 
 @pytest.mark.parametrize("norm", KNOWN.values(), ids=list(KNOWN))
@@ -197,7 +197,7 @@ def test_P9_blocks_may_be_a_function_of_the_linear(mlp: int) -> None:
     style = PackedRowwiseParallel(attention_and_mlp)
     assert style.layouts(nn.Linear(12 + mlp, 12))["weight"] == Shard(1, (12, mlp))
     assert style.label == "PackedRowwiseParallel(attention_and_mlp)"
-    assert PackedColwiseParallel(halves).blocks_of(nn.Linear(4, 10)) == (5, 5)
+    assert PackedColwiseParallel(halves).shard_of(nn.Linear(4, 10)) == Shard(0, (5, 5))
 
 
 @pytest.mark.parametrize("blocks", [[], [0, 4], [-4, 16], None, 3, [1.0]])

@@ -8,10 +8,11 @@ result; terms of a partial sum must add up to the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from random import Random
 from typing import Any
+from unittest import mock
 from zlib import crc32
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardwise.plan.findings import slice_starts
 from shardwise.plan.layout import Activation, Partial, Shard, slice_blocks, view_shard
 from shardwise.plan.repair import (
     Align,
@@ -30,7 +32,7 @@ from shardwise.plan.repair import (
     ShardToo,
     SplitView,
 )
-from shardwise.plan.rules import RULES, WHOLE, Call, Mismatch, Rule, elementwise, shape, tensors_in
+from shardwise.plan.rules import RULES, WHOLE, Call, Mismatch, Rule, contract, elementwise, shape, tensors_in
 from shardwise.plan.rules.repeats import CONSTANTS, FACTORS, repeats, view_repeats
 
 TRIALS = 30
@@ -62,16 +64,24 @@ class Case:
 
 
 class Draw:
-    """Random tensors with layouts, for one call at one degree."""
+    """Random tensors with layouts, for one call at one degree.
 
-    def __init__(self, name: str, seed: int) -> None:
+    With `pieces`, a shard has so many different ones, and several ranks hold each; else each rank has its own.
+    """
+
+    def __init__(self, name: str, seed: int, pieces: int | None = None) -> None:
         self.name = name
         self.random = Random(f"{name} {seed}")
         torch.manual_seed(crc32(f"{name} {seed}".encode()))
-        self.degree = self.random.choice([2, 4])
+        self.degree = self.random.choice([2, 4]) if pieces is None else 4
+        self.pieces = pieces or self.degree
+        self.copies = self.degree // self.pieces
         self.known: dict[int, tuple[Tensor, Activation]] = {}
         self.terms: dict[int, list[Tensor]] = {}
         self.follows: dict[int, tuple[Tensor, int]] = {}
+
+    def shard_along(self, dim: int, blocks: tuple[int, ...]) -> Shard:
+        return Shard(dim, blocks, self.copies)
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -80,7 +90,7 @@ class Draw:
         return self.random.choice(options)
 
     def blocks(self, unit: int = 1) -> tuple[int, ...]:
-        return tuple(self.pick(1, 1, 2, 3) * self.degree * unit for _ in range(self.pick(1, 1, 2, 3)))
+        return tuple(self.pick(1, 1, 2, 3) * self.pieces * unit for _ in range(self.pick(1, 1, 2, 3)))
 
     def tensor(self, sizes: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
         if dtype == torch.bool:
@@ -116,7 +126,7 @@ class Draw:
         blocks = self.blocks(unit)
         full = [(sizes or {}).get(i, self.pick(1, 2, 3)) for i in range(ndim)]
         full[dim] = sum(blocks)
-        return self.put(self.tensor(full, dtype), Shard(dim, blocks))
+        return self.put(self.tensor(full, dtype), self.shard_along(dim, blocks))
 
     def operand(self, **how: Any) -> Tensor:
         """A sharded tensor, or now and then a partial sum of the same kind."""
@@ -147,9 +157,7 @@ class Draw:
         if kind == "repeated":
             sizes[shard.dim] = x.shape[shard.dim]
             return self.repeated(y.expand(sizes).contiguous(), shard.dim)
-        return (
-            self.put(y, Shard(shard.dim, (self.degree, shard.size - self.degree))) if kind == "other" else y
-        )
+        return self.put(y, shard.of(self.pieces, shard.size - self.pieces)) if kind == "other" else y
 
     # -- of a case
 
@@ -168,7 +176,7 @@ class Draw:
                 return self.terms[id(value)][rank]
             if id(value) in self.follows:
                 dim = self.follows[id(value)][1]
-                return value.narrow(dim, 0, value.shape[dim] // self.degree)
+                return value.narrow(dim, 0, value.shape[dim] // self.pieces)
             return cut(value, self.layout(value), rank, self.degree)
         if isinstance(value, (list, tuple)):
             return type(value)(self.piece(item, rank) for item in value)
@@ -220,11 +228,11 @@ def same(found: Tensor, wanted: Tensor, name: str, shape_only: bool = False) -> 
         torch.testing.assert_close(found, wanted, equal_nan=True, rtol=close, atol=close)
 
 
-def prove(name: str, rule: Rule) -> int:
+def prove(name: str, rule: Rule, pieces: int | None = None) -> int:
     """Try `rule` on random calls; return how many had a shard and passed."""
     passed = 0
     for seed in range(TRIALS):
-        draw = Draw(name, seed)
+        draw = Draw(name, seed, pieces)
         case = DRAWS[name](draw)
         tensors = list(tensors_in((case.args, case.kwargs)))
         if all(draw.layout(t) == WHOLE for t in tensors):
@@ -449,9 +457,17 @@ def draw_repeat(draw: Draw) -> Case:
 def draw_repeat_interleave(draw: Draw) -> Case:
     x = draw.operand()
     dim = draw.pick(*range(-x.ndim, x.ndim))
+
+    def local(args: tuple[Any, ...], layouts: list[Activation], outputs: list[Tensor]) -> tuple[Any, ...]:
+        """A head that several ranks hold is repeated as often as a rank's queries read it."""
+        (layout,) = layouts
+        alone = isinstance(layout, Shard) and layout.copies < draw.copies
+        return args[0], args[1] // draw.copies if alone else args[1], args[2]
+
+    args = (x, draw.pick(1, 2, 3), draw.pick(dim, dim, dim, None))
     if draw.chance(0.2):
-        return Case(torch.repeat_interleave, (x, draw.pick(2, torch.tensor([2] * x.shape[dim])), dim))
-    return Case(torch.repeat_interleave, (x, draw.pick(1, 2, 3), draw.pick(dim, dim, dim, None)))
+        args = (x, draw.pick(2, torch.tensor([2] * x.shape[dim])), dim)
+    return Case(torch.repeat_interleave, args, local=local)
 
 
 @draws("cat", "concat", "concatenate", "stack")
@@ -468,7 +484,7 @@ def draw_join(draw: Draw) -> Case:
             y = draw.repeated(y.narrow(layout.dim, 0, 1).expand(y.shape).contiguous(), layout.dim)
         elif kind == "blocks" and dim == layout.dim and draw.name != "stack":
             y = draw.tensor([2 * size if i == dim else size for i, size in enumerate(x.shape)])
-            draw.put(y, Shard(dim, (*layout.blocks, *layout.blocks)))
+            draw.put(y, layout.of(*layout.blocks, *layout.blocks))
         elif kind != "whole":
             draw.put(y, layout)
         others.append(y)
@@ -496,7 +512,7 @@ def draw_split(draw: Draw) -> Case:
         how = sizes[0]
 
     def local(args: tuple[Any, ...], layouts: list[Activation], outputs: list[Tensor]) -> tuple[Any, ...]:
-        divided = how // draw.degree if isinstance(how, int) else [size // draw.degree for size in how]
+        divided = how // draw.pieces if isinstance(how, int) else [size // draw.pieces for size in how]
         return args[0], divided if along else how, dim
 
     function = getattr(Tensor, draw.name)
@@ -509,7 +525,7 @@ def draw_glu(draw: Draw) -> Case:
     layout = draw.layout(x)
     if isinstance(layout, Shard) and draw.chance(0.7):
         x = torch.cat([x, x], layout.dim)
-        draw.put(x, Shard(layout.dim, (*layout.blocks, *layout.blocks)))
+        draw.put(x, layout.of(*layout.blocks, *layout.blocks))
     even = [dim for dim in range(x.ndim) if x.shape[dim] % 2 == 0]
     return Case(F.glu, (x, draw.pick(*even)))
 
@@ -518,7 +534,7 @@ def slice_of(draw: Draw, shard: Shard) -> tuple[slice, slice]:
     """A slice of a sharded dim, and the slice that the code takes on a rank."""
     borders = [0, *accumulate(shard.blocks)]
     start, stop = sorted(draw.random.sample(borders, 2))
-    n, kind = draw.degree, draw.pick("all", "all", "part", "part", "strided", "negative", "odd")
+    n, kind = draw.pieces, draw.pick("all", "all", "part", "part", "strided", "negative", "odd")
     if kind == "all":
         return slice(None), slice(None)
     if kind == "strided":
@@ -540,7 +556,7 @@ def draw_narrow(draw: Draw) -> Case:
     if not isinstance(layout, Shard) or dim != layout.dim:
         return Case(torch.narrow, (x, dim, 0, 1))
     bounds, local = slice_of(draw, layout)
-    (start, stop, _), (low, high, _) = bounds.indices(layout.size), local.indices(layout.size // draw.degree)
+    (start, stop, _), (low, high, _) = bounds.indices(layout.size), local.indices(layout.size // draw.pieces)
     args = (dim, low, high - low)
     return Case(torch.narrow, (x, dim, start, stop - start), local=lambda a, layouts, outputs: (a[0], *args))
 
@@ -786,7 +802,7 @@ def lettered(draw: Draw, inputs: Sequence[str]) -> list[Tensor]:
         return tensors
     for letters, tensor in zip(inputs, tensors, strict=True):
         if letter in letters and not draw.chance(0.1):
-            draw.put(tensor, Shard(letters.index(letter), blocks))
+            draw.put(tensor, draw.shard_along(letters.index(letter), blocks))
     return tensors
 
 
@@ -837,8 +853,8 @@ def draw_attention(draw: Draw) -> Case:
     sizes = [2, 2, 5, 4]
     sizes[dim] = sum(blocks)
     q = draw.put(draw.tensor([size * (shared if i == 1 else 1) for i, size in enumerate(sizes)]),
-                 Shard(dim, tuple(block * shared for block in blocks)))  # fmt: skip
-    k, v = (draw.put(draw.tensor(sizes), Shard(dim, blocks)) for _ in range(2))
+                 Shard(dim, tuple(block * shared for block in blocks), 1 if shared > 1 else draw.copies))  # fmt: skip
+    k, v = (draw.put(draw.tensor(sizes), draw.shard_along(dim, blocks)) for _ in range(2))
     if draw.chance(0.1):
         draw.put(draw.pick(q, k, v), draw.pick(WHOLE, Partial()))
     length, layout = q.shape[2], draw.layout(q)
@@ -864,6 +880,27 @@ def test_every_registered_function_is_drawn() -> None:
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_rule_commutes_with_cutting(name: str) -> None:
     assert prove(name, RULES[name]) >= PASSES
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_rule_commutes_with_cutting_where_two_ranks_hold_each_piece(name: str) -> None:
+    assert prove(name, RULES[name], pieces=2) >= PASSES
+
+
+EVEN = {
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "glu",
+    "group_norm",
+    *(f"{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)),
+}
+"""Functions whose draws need more than one piece, for even sizes."""
+
+
+@pytest.mark.parametrize("name", sorted(RULES.keys() - EVEN))
+def test_rule_commutes_with_cutting_where_all_ranks_hold_the_only_piece(name: str) -> None:
+    assert prove(name, RULES[name], pieces=1) >= PASSES
 
 
 def keep(call: Call) -> Activation:
@@ -896,6 +933,49 @@ def one_block(call: Call) -> Any:
 def test_rule_that_forgets_blocks_is_noticed(name: str) -> None:
     with pytest.raises(AssertionError):
         prove(name, one_block)
+
+
+def forget_copies(call: Call) -> Any:
+    """A rule that takes each piece for one rank's own."""
+    result = RULES[call.name](call)
+    layouts = result if isinstance(result, Sequence) else [result]
+    forgotten = [replace(s, copies=1) if isinstance(s, Shard) else s for s in layouts]
+    return forgotten if isinstance(result, Sequence) else forgotten[0]
+
+
+@pytest.mark.parametrize("name", ["view", "cat", "split", "repeat", "exp", "add", "permute", "__getitem__"])
+def test_rule_that_forgets_copies_is_noticed(name: str) -> None:
+    with pytest.raises(AssertionError):
+        prove(name, forget_copies, pieces=2)
+
+
+@pytest.mark.parametrize("name", ["matmul", "einsum"])
+def test_sum_over_pieces_that_several_ranks_hold_is_refused_because_it_would_count_them_twice(
+    name: str,
+) -> None:
+    with pytest.raises(AssertionError), mock.patch.object(contract, "keep_single"):
+        prove(name, RULES[name], pieces=2)
+
+
+def test_attention_over_several_shared_heads_is_refused_because_each_rank_reads_one_of_them() -> None:
+    with pytest.raises(AssertionError), mock.patch.object(Shard, "pieces_are_single", return_value=True):
+        prove("scaled_dot_product_attention", RULES["scaled_dot_product_attention"], pieces=2)
+
+
+def repeat_of_head(shard: Shard, times: int, degree: int, repeated: bool = True) -> Activation:
+    """The layout of heads (2, 4, 8) repeated along a new dim and joined with it, as key heads are."""
+    x = torch.randn(2, 4, times, 8)
+    factors = {id(x): (1, 1, times if repeated else 1, 1)}
+    call = Call("flatten", (x, 1, 2), {}, x.flatten(1, 2), degree, {id(x): shard}, {}, factors)
+    return RULES["flatten"](call)  # type: ignore[return-value]
+
+
+def test_shared_head_that_is_repeated_for_its_queries_is_each_ranks_own_afterwards() -> None:
+    heads = Shard(1, (4,), copies=2)
+    assert repeat_of_head(heads, times=6, degree=8) == Shard(1, (24,))
+    assert repeat_of_head(heads, times=6, degree=8, repeated=False) == Shard(1, (24,), 2)
+    assert repeat_of_head(heads, times=3, degree=8) == Shard(1, (12,), 2)  # two ranks cannot share three
+    assert repeat_of_head(heads, times=6, degree=4) == Shard(1, (24,), 2)  # two heads on a rank
 
 
 @pytest.mark.parametrize("name", ["mul", "multiply"])
@@ -1149,13 +1229,14 @@ def cuttings(size: int) -> Iterable[tuple[int, ...]]:
     ],
 )
 def test_slice_keeps_whole_blocks_only(bounds: tuple[int, int, int], blocks: tuple[int, ...] | None) -> None:
-    assert slice_blocks((4, 8), *bounds, degree=2) == blocks
+    assert slice_blocks(Shard(0, (4, 8)), *bounds, degree=2) == blocks
 
 
-def test_rule_records_where_a_sharded_dim_is_sliced() -> None:
+def test_slice_of_a_sharded_dim_says_where_it_starts() -> None:
     call = Call("__getitem__", (X, (..., slice(4, None))), {}, X[..., 4:], 2, {id(X): HALVES})
     assert RULES["__getitem__"](call) == Shard(1, (4,))
-    assert call.starts == [4]
+    assert slice_starts(call) == (4,)
+    assert slice_starts(Call("narrow", (X, 1, 2, 4), {}, X.narrow(1, 2, 4), 2)) == (2,)
 
 
 # ---------------------------------------------------------------- repeats

@@ -68,7 +68,8 @@ def test_linear_style_without_bias_lays_out_the_weight_alone(style: Style) -> No
     [(s, "out_features") for s in COLWISE] + [(s, "in_features") for s in ROWWISE],
 )
 def test_linear_style_divides_the_size_it_cuts(style: Style, attribute: str) -> None:
-    assert style.attributes(linear()) == (attribute,)
+    local = style.local_attributes(linear(), 4)
+    assert local == {attribute: getattr(linear(), attribute) // 4}
 
 
 @pytest.mark.parametrize("style", LINEAR_STYLES, ids=label)
@@ -252,7 +253,7 @@ def attention(**attributes: object) -> nn.Module:
 def test_divide_attributes_cuts_no_parameter_and_divides_what_it_names() -> None:
     style, module = DivideAttributes("heads", "inner_dim"), attention(heads=8, inner_dim=64, other=3)
     assert style.layouts(module) == {}
-    assert style.attributes(module) == ("heads", "inner_dim")
+    assert style.local_attributes(module, 4) == {"heads": 2, "inner_dim": 16}
     assert not style.leaves_shard
     assert type(style) not in LOCAL_CLASSES
 
@@ -260,7 +261,7 @@ def test_divide_attributes_cuts_no_parameter_and_divides_what_it_names() -> None
 def test_divide_attributes_leaves_alone_what_is_none_in_some_blocks() -> None:
     module = attention(heads=8, kv_heads=None)
     assert DivideAttributes("heads", "kv_heads").layouts(module) == {}
-    assert DivideAttributes("heads", "kv_heads").attributes(module) == ("heads",)
+    assert DivideAttributes("heads", "kv_heads").local_attributes(module, 2) == {"heads": 4}
 
 
 @pytest.mark.parametrize("value", [0, -2, True, 8.0, "8", ...])

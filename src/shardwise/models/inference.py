@@ -93,5 +93,5 @@ def declared(model_or_class: Any, degree: int = 2) -> Declared:
     model = skeleton(model_or_class)
     plan = declared_plan(type(model))
     planned = resolve(model, plan, degree).modules
-    own = Counter(m.plan_key for m in planned if m.style == as_style(plan[m.plan_key]))
+    own = Counter(m.plan_key for m in planned if m.style.label == as_style(plan[m.plan_key]).label)
     return Declared(plan, {key: own[key] for key in plan}, degree)

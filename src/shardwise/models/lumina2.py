@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -78,3 +78,9 @@ def example_inputs(config: Mapping[str, Any], generator: torch.Generator, batch:
 def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
     """Return inputs for a model of `TINY_CONFIG`."""
     return example_inputs(TINY_CONFIG, generator, batch)
+
+
+TINY_VARIANTS: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
+    "one_key_head": ({"num_kv_heads": 1}, tiny_inputs),
+}
+"""Other configurations of the class: what they change in `TINY_CONFIG`, and their inputs."""

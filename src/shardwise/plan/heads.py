@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.errors import Finding
-from shardwise.plan.layout import Shard
 from shardwise.plan.styles import (
+    QUERIES_PER_KEY,
+    AcrossHeadNorm,
     ColwiseParallel,
     DivideAttributes,
     PerHead,
@@ -50,7 +51,8 @@ WIDTHS = ("inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
 HEAD_WIDTHS = ("head_dim", "dim_head", "attention_head_dim", "d_head")
 """Attributes that hold the width of one head, which no degree changes."""
 
-CONFIG_HEADS = ("num_attention_heads", "num_key_value_heads", "num_kv_heads")
+CONFIG_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+CONFIG_HEADS = ("num_attention_heads", *CONFIG_KEY_HEADS)
 """Entries of a model's config that count heads."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -98,24 +100,74 @@ class _Owner:
         return next((width for width in widths if is_count(width)), None)
 
     @property
+    def width(self) -> int:
+        """The width of one head, told by an attribute or by the number of heads; 0 if neither is known."""
+        counted = max((v for n, v in self.counts.items() if n in HEAD_COUNTS), default=0)
+        features = max((self.linears[path].weight.shape[0] for path in self.sharded), default=0)
+        return self.head_width or (features // counted if counted else 0)
+
+    @property
     def reads_heads(self) -> bool:
         """Whether its projections are sharded, so that its code sees a part of the heads."""
         return bool(set(self.projections) & set(self.sharded)) or not self.projections
 
 
+def shared(
+    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], degree: int
+) -> dict[str, int]:
+    """Return path -> copies for what belongs to key and value heads that are fewer than the ranks.
+
+    Each of `degree / heads` neighbouring ranks then holds the one head that its queries read. Named are the
+    projections, their attention, and the norms over all of their heads.
+    """
+    found: dict[str, int] = {}
+    for owner in _owners(modules, planned):
+        paths = [
+            path for path in owner.projections if set(_letters(_own_name(owner.path, path))) <= {"k", "v"}
+        ]
+        counts = {n for path in paths for n in _head_counts(owner, path, owner.width, whole=True)}
+        heads = counts.pop() if len(counts) == 1 else degree
+        if heads < degree and degree % heads == 0:
+            norms = _norms_over(owner, heads * owner.width)
+            found |= dict.fromkeys([*paths, *norms, owner.path], degree // heads)
+    return found
+
+
+def _norms_over(owner: _Owner, width: int) -> Iterator[str]:
+    """Yield the planned norms of an attention that look at `width` features together."""
+    for name, module in owner.module.named_children():
+        style = owner.planned.get(path := f"{owner.path}.{name}".lstrip("."), ("", None))[1]
+        if isinstance(style, AcrossHeadNorm) and _is_over(style, module, width):
+            yield path
+
+
+def _is_over(style: AcrossHeadNorm, module: nn.Module, width: int) -> bool:
+    try:
+        return style.shard_of(module).size == width
+    except StyleFault:
+        return False  # reported where the style is applied
+
+
 def derive(
-    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]
+    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], shared: Mapping[str, int]
 ) -> Iterator[tuple[str, str, Style]]:
     """Yield (path, plan key, style) for what follows from a plan without being in it.
 
     An attention whose projections are sharded divides its head count, and sums the gradients of the norms
     that it applies to each head. What has its own entry in the plan is left to it.
+
+    Args:
+        modules: The model's modules by their paths.
+        planned: Path -> plan key and style.
+        shared: What `shared` returns: such attentions divide how many queries read a key, too.
     """
     for owner in _owners(modules, planned):
         if not owner.reads_heads:
             continue
         if owner.path not in planned and any(name in HEAD_COUNTS for name in owner.counts):
-            yield owner.path, owner.key, DivideAttributes(*owner.counts)
+            own = vars(owner.module) if owner.path in shared else {}
+            groups = (name for name in QUERIES_PER_KEY if is_count(own.get(name)))
+            yield owner.path, owner.key, DivideAttributes(*owner.counts, *groups)
         for path in _per_head_modules(owner):
             if path not in planned:
                 yield path, owner.key, PerHead()
@@ -132,36 +184,44 @@ def faults(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, St
 def indivisible(
     modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], config: object, degree: int
 ) -> Iterator[Finding]:
-    """Yield a finding for each head count, of the config or seen in the projections, that `degree` does not divide."""
+    """Yield a finding for each head count, of the config or seen in the projections, that `degree` does not divide.
+
+    Key and value heads may also be fewer than the ranks, if `degree` is a multiple of them.
+    """
+    copied = shared(modules, planned, degree)
     for name in CONFIG_HEADS:
         count = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        if isinstance(count, int) and is_count(count) and count % degree:
+        if not isinstance(count, int) or not is_count(count):
+            continue
+        fits_in_copies = copied and name in CONFIG_KEY_HEADS and degree % count == 0
+        if count % degree and not fits_in_copies:
             fault = indivisible_heads(name, count, degree)
             yield Finding(fault.kind, f"config.{name}", fault.message, fault.fix)
     for owner in _owners(modules, planned):
-        for path in owner.projections:
-            key, style = planned.get(path, ("", None))
-            for count in _head_counts(owner, path, style):
+        for path in [path for path in owner.projections if path not in copied]:
+            for count in _head_counts(owner, path, owner.head_width or 0):
                 if count % degree:
                     fault = indivisible_heads("its number of heads", count, degree)
-                    yield Finding(fault.kind, path, fault.message, fault.fix, key)
+                    yield Finding(fault.kind, path, fault.message, fault.fix, planned[path][0])
 
 
-def _head_counts(owner: _Owner, path: str, style: Style | None) -> list[int]:
-    """Return how many heads each part of a colwise projection makes, where the width of a head is known.
+def _head_counts(owner: _Owner, path: str, width: int, whole: bool = False) -> list[int]:
+    """Return how many heads of a known `width` each part of a colwise projection makes.
 
-    Of a fused projection only the blocks that its name counts as queries, keys and values are made of heads.
+    Of a fused projection only the blocks that its name counts as queries, keys and values are made of heads; with
+    `whole` it must have no others.
     """
-    width = owner.head_width
-    if width is None or not isinstance(style, ColwiseParallel):
+    style = owner.planned.get(path, ("", None))[1]
+    if not width or not isinstance(style, ColwiseParallel):
         return []
     try:
-        shard = style.layouts(owner.linears[path])["weight"]
+        blocks = style.shard_of(owner.linears[path]).blocks
     except StyleFault:
         return []  # reported where the style is applied
-    assert isinstance(shard, Shard)
     letters = _letters(_own_name(owner.path, path))
-    return [rows // width for rows in shard.blocks[: len(letters)] if rows % width == 0]
+    if whole and len(blocks) != len(letters):
+        return []
+    return [rows // width for rows in blocks[: len(letters)] if rows % width == 0]
 
 
 def _half_planned(owner: _Owner) -> StyleFault | None:
@@ -221,12 +281,9 @@ def _heads_of(owner: _Owner, path: str) -> int | None:
 
 def _per_head_modules(owner: _Owner) -> Iterator[str]:
     """Yield the modules of an attention that work on each head alike: their parameters are one head wide."""
-    queries = max((owner.linears[path].weight.shape[0] for path in owner.sharded), default=0)
-    counted = max((v for n, v in owner.counts.items() if n in HEAD_COUNTS), default=0)
-    width = owner.head_width or (queries // counted if counted else 0)
     for name, child in owner.module.named_children():
         own = list(child.parameters(recurse=False))
-        if own and not isinstance(child, nn.Linear) and all(p.shape == (width,) for p in own):
+        if own and not isinstance(child, nn.Linear) and all(p.shape == (owner.width,) for p in own):
             yield f"{owner.path}.{name}".lstrip(".")
 
 

@@ -6,7 +6,7 @@ computes an offset anywhere else. No torch here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 
@@ -38,46 +38,69 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank holds piece r of every block along `dim`, in block order.
+    """Each rank holds one piece of every block along `dim`, in block order.
 
     `blocks` are the sizes of the tensors that are fused along `dim`; they sum to its size. A plain weight
     has one block. Fused q, k and v have three: cutting their sum in equal parts would give rank 0 all of q
     and half of k.
+
+    `copies` neighbouring ranks hold the same piece, so that there are `degree / copies` pieces: the key and value
+    heads of an attention that has fewer of them than there are ranks.
     """
 
     dim: int
     blocks: tuple[int, ...]
+    copies: int = 1
 
     def __post_init__(self) -> None:
         """Hold dims to be counted from the front: the shapes below are cut there."""
         assert self.dim >= 0, self.dim
+        assert self.copies >= 1, self.copies
 
     @property
     def size(self) -> int:
         """The full size of the sharded dim."""
         return sum(self.blocks)
 
+    def at(self, dim: int) -> Shard:
+        """Return the same cut along another dim."""
+        return replace(self, dim=dim)
+
+    def of(self, *blocks: int) -> Shard:
+        """Return a cut of the same dim with other blocks."""
+        return replace(self, blocks=blocks)
+
+    def pieces(self, degree: int) -> int:
+        """Return how many different pieces `degree` ranks hold."""
+        return degree // self.copies
+
+    def pieces_are_single(self, degree: int) -> bool:
+        """Return whether each rank holds one index of each block: one head of the keys, say."""
+        return all(block == self.pieces(degree) for block in self.blocks)
+
     def indivisible(self, degree: int) -> tuple[int, ...]:
-        """Return the positions of the blocks that `degree` does not divide."""
-        return tuple(i for i, block in enumerate(self.blocks) if block % degree)
+        """Return the positions of the blocks that cannot be cut for `degree` ranks."""
+        pieces = self.pieces(degree)
+        return tuple(i for i, block in enumerate(self.blocks) if block % pieces)
 
     def spans(self, rank: int, degree: int) -> tuple[Span, ...]:
         """Return what `rank` of `degree` owns along `dim`: one span per block, in ascending order."""
         spans, offset = [], 0
         for block in self.blocks:
-            piece = block // degree
-            spans.append(Span(offset + rank * piece, piece))
+            piece = block // self.pieces(degree)
+            spans.append(Span(offset + rank // self.copies * piece, piece))
             offset += block
         return tuple(spans)
 
     def local_shape(self, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
         """Return the shape of one rank's piece of a tensor of `shape`."""
-        return (*shape[: self.dim], self.size // degree, *shape[self.dim + 1 :])
+        return (*shape[: self.dim], self.size // self.pieces(degree), *shape[self.dim + 1 :])
 
     def __str__(self) -> str:
-        """Return e.g. `shard(dim 0)` or `shard(dim 0, blocks 64+64+64)`."""
+        """Return e.g. `shard(dim 0)`, `shard(dim 0, blocks 64+64+64)` or `shard(dim 0, 2 copies)`."""
         blocks = f", blocks {'+'.join(map(str, self.blocks))}" if len(self.blocks) > 1 else ""
-        return f"shard(dim {self.dim}{blocks})"
+        copies = f", {self.copies} copies" if self.copies > 1 else ""
+        return f"shard(dim {self.dim}{blocks}{copies})"
 
 
 @dataclass(frozen=True)
@@ -115,12 +138,14 @@ def view_shard(source: tuple[int, ...], target: tuple[int, ...], shard: Shard, d
     """
     tail = prod(source[shard.dim + 1 :])
     pattern = tuple(block * tail for block in shard.blocks)
+    pieces, found = shard.pieces(degree), []
     for dim, size in enumerate(target):
         step = prod(target[dim + 1 :])
-        spanned = _pattern_of(pattern, size * step) if size >= degree else None
-        if spanned and all(part % (step * degree) == 0 for part in spanned):
-            return Shard(dim, tuple(part // step for part in spanned))
-    return None
+        spanned = _pattern_of(pattern, size * step) if size >= pieces else None
+        if spanned and all(part % (step * pieces) == 0 for part in spanned):
+            found.append((step, shard.at(dim).of(*(part // step for part in spanned))))
+    # A single piece, which all ranks hold, fits many dims: it is the outermost that it makes up alone.
+    return min(found, key=lambda fit: (len(fit[1].blocks), -fit[0], -fit[1].dim))[1] if found else None
 
 
 def _pattern_of(pattern: tuple[int, ...], length: int) -> tuple[int, ...] | None:
@@ -138,17 +163,16 @@ def _pattern_of(pattern: tuple[int, ...], length: int) -> tuple[int, ...] | None
     return part if part * parts == pattern else None
 
 
-def slice_blocks(
-    blocks: tuple[int, ...], start: int, stop: int, step: int, degree: int
-) -> tuple[int, ...] | None:
+def slice_blocks(shard: Shard, start: int, stop: int, step: int, degree: int) -> tuple[int, ...] | None:
     """Return the blocks of `x[start:stop:step]` along a sharded dim; None if the slice cuts through a block.
 
     With a step, only a slice over the whole dim passes, and only if each rank's piece of each block is a
     multiple of the step.
     """
+    blocks = shard.blocks
     if step != 1:
         whole = start < step and stop == sum(blocks)
-        even = all(block % (step * degree) == 0 for block in blocks)
+        even = all(block % (step * shard.pieces(degree)) == 0 for block in blocks)
         return tuple(block // step for block in blocks) if whole and even else None
     kept, offset = [], 0
     for block in blocks:

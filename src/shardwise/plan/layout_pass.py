@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.plan.findings import CheckFinding, scalars, slice_starts
-from shardwise.plan.layout import Activation, Layout, Replicated, Shard
+from shardwise.plan.layout import Activation, Layout, Replicated, Shard, divisors
 from shardwise.plan.repair import KeepWhole, PlanRowwise, RefineBlocks, Repair, SplitInput
 from shardwise.plan.resolve import PlannedModule, ResolvedPlan
 from shardwise.plan.rules import RULES, WHOLE, Call, Mismatch, tensors_in
@@ -101,7 +101,7 @@ class LayoutTracer(Tracer):
         hot = any(tag.layout != WHOLE for tag in known)
         layouts = self._layouts(call, full_name, known, len(outputs))
         producers = self._producers(call)
-        rate = repeats(call) if layouts[0] == WHOLE and len(outputs) == 1 else None
+        rate = repeats(call) if len(outputs) == 1 and _may_repeat(layouts[0]) else None
         for tensor, layout in zip(outputs, layouts, strict=True):
             self._set(tensor, _Tag(layout, producers, rate))
         self._record(name, self.path, outputs, scalars(call), slice_starts(call), hot)
@@ -223,11 +223,18 @@ def _need_finding(planned: PlannedModule, needed: Activation, given: _Tag) -> Ch
     else:
         kind = "BlocksDiffer"
         fix = "give both layers the same blocks"
-        if isinstance(layout, Shard) and isinstance(needed, Shard) and layout.dim == needed.dim:
+        if isinstance(layout, Shard) and layout.copies > 1:
+            fix = f"leave {made} whole, or use a degree up to its number of heads"
+        elif isinstance(layout, Shard) and isinstance(needed, Shard) and layout.dim == needed.dim:
             fix = f"declare blocks {list(layout.blocks)}"
             repair = RefineBlocks((path,), needed.blocks, layout.blocks)
     message = f"{style} needs {_describe(needed)} input and is given {_describe(layout)} from {made}"
     return CheckFinding(kind, path, message, fix, planned.plan_key, model_source(), repair=repair)
+
+
+def _may_repeat(layout: Activation | None) -> bool:
+    """Return whether a value may follow a size that is divided on a rank: whole ones, and heads held in copies."""
+    return layout == WHOLE or (isinstance(layout, Shard) and layout.copies > 1)
 
 
 def _describe(layout: Activation | None) -> str:
@@ -247,12 +254,13 @@ def _predicted(tensor: Tensor, tag: _Tag, degree: int) -> tuple[Any, ...] | None
     shape = tuple(tensor.shape)
     if tag.layout is None:
         return None
+    local, parts = shape, degree
     if isinstance(tag.layout, Shard):
-        return tag.layout.local_shape(shape, degree)
+        local, parts = tag.layout.local_shape(shape, degree), tag.layout.copies
     rate = tag.repeats or (1,) * len(shape)
     return tuple(
-        (size, size // degree) if r > 1 and size % degree == 0 else size
-        for size, r in zip(shape, rate, strict=True)
+        tuple(size // d for d in divisors(parts) if size % d == 0) if r > 1 and size == whole else size
+        for size, whole, r in zip(local, shape, rate, strict=True)
     )
 
 

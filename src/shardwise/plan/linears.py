@@ -32,11 +32,11 @@ class LinearStyle(Style):
         self._check_target(module)
         assert isinstance(module, nn.Linear)  # checked above
         size = module.weight.shape[self.dim]
-        shard = Shard(self.dim, self._blocks(module, size))
+        shard = Shard(self.dim, self._blocks(module, size), self.copies)
         self._check_declared(module, shard)
         layouts: dict[str, Layout] = {"weight": shard}
         if module.bias is not None:
-            layouts["bias"] = Shard(0, shard.blocks) if self.dim == 0 else Replicated()
+            layouts["bias"] = shard if self.dim == 0 else Replicated()
         return layouts
 
     def _check_target(self, module: nn.Module) -> None:
@@ -55,20 +55,21 @@ class LinearStyle(Style):
                 "remove the parametrization first, or leave the module out of the plan",
             )
 
-    def blocks_of(self, module: nn.Module) -> tuple[int, ...]:
-        """Return the sizes of the blocks in which the weight is cut."""
+    def shard_of(self, module: nn.Module) -> Shard:
+        """Return how the weight is cut."""
         shard = self.layouts(module)["weight"]
         assert isinstance(shard, Shard)
-        return shard.blocks
+        return shard
 
-    def attributes(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the Linear's own size attribute."""
-        return (self.size_attribute,)
+    def local_attributes(self, module: nn.Module, degree: int) -> dict[str, int]:
+        """Return the Linear's own record of the size that is cut."""
+        shard = self.shard_of(module)
+        return {self.size_attribute: shard.size // shard.pieces(degree)}
 
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
         """Yield one fault for each block that `degree` does not divide on its own."""
-        shard = Shard(self.dim, self.blocks_of(module))
-        good = [d for d in divisors(min(shard.blocks)) if not shard.indivisible(d)]
+        shard = self.shard_of(module)
+        good = [d for d in divisors(min(shard.blocks)) if not any(block % d for block in shard.blocks)]
         for i in shard.indivisible(degree):
             yield StyleFault(
                 "IndivisibleBlock",
@@ -129,7 +130,7 @@ class ColwiseParallel(LinearStyle):
 
     def leaves(self, module: nn.Module, shape: tuple[int, ...]) -> Layout:
         """Leave the last dim sharded."""
-        return Shard(len(shape) - 1, self.blocks_of(module))
+        return self.shard_of(module).at(len(shape) - 1)
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class RowwiseParallel(LinearStyle):
 
     def needs(self, module: nn.Module, ndim: int) -> Layout:
         """Ask for an input whose last dim is sharded in the blocks of the weight."""
-        return Shard(ndim - 1, self.blocks_of(module))
+        return self.shard_of(module).at(ndim - 1)
 
 
 @dataclass(frozen=True)

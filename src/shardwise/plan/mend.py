@@ -175,7 +175,7 @@ def _blocks(subject: Subject, plan: Entries, key: str) -> tuple[int, tuple[int, 
     style = as_style(plan[key]) if key in plan and key in subject.linears else None
     if not isinstance(style, LinearStyle):
         raise DeadEnd(f"the blocks of {key} are not in the plan")
-    return style.dim, style.blocks_of(subject.linear(key))
+    return style.dim, style.shard_of(subject.linear(key)).blocks
 
 
 def _cut(

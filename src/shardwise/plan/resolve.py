@@ -77,11 +77,10 @@ def resolve(model: nn.Module, plan: Plan | object, degree: int, guards: bool = T
     config = getattr(model, "config", None)
     findings: list[Finding] = []
     planned = _match(modules, plan, findings)
-    entries = [(path, key, style) for path, (key, style) in planned.items()]
     if guards:
         findings += heads.faults(modules, planned)
         findings += heads.indivisible(modules, planned, config, degree)
-        entries += heads.derive(modules, planned)
+    entries = _entries(modules, planned, degree, guards)
     resolved = [
         _plan_module(modules[path], path, key, style, degree, findings) for path, key, style in entries
     ]
@@ -94,7 +93,7 @@ def resolve(model: nn.Module, plan: Plan | object, degree: int, guards: bool = T
             Finding("NothingSharded", type(model).__name__, message, "add patterns of its Linears")
         )
     if findings:
-        fits = partial(_fits, modules, planned, entries, config)
+        fits = partial(_fits, modules, planned, config)
         degrees = filter(fits, range(1, _LARGEST_DEGREE + 1))
         raise PlanError(_collapse(findings), f"{type(model).__name__} at tp_degree {degree}", degrees)
     return ResolvedPlan(degree, planned_modules, layouts)
@@ -115,19 +114,32 @@ def _layouts(modules: Mapping[str, nn.Module], planned: Iterable[PlannedModule])
 
 _LARGEST_DEGREE = 64  # how far messages look for degrees that would work
 
-_Entries = Iterable[tuple[str, str, Style]]  # path, plan key, style
+
+def _entries(
+    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], degree: int, guards: bool
+) -> list[tuple[str, str, Style]]:
+    """Return (path, plan key, style) of what the plan names and, with the guards, of what follows from it."""
+    entries = [(path, key, style) for path, (key, style) in planned.items()]
+    if not guards:
+        return entries
+    copies = heads.shared(modules, planned, degree)
+    entries += heads.derive(modules, planned, copies)
+    return [
+        (path, key, style.shared_by(copies[path]) if path in copies else style)
+        for path, key, style in entries
+    ]
 
 
 def _fits(
     modules: Mapping[str, nn.Module],
     planned: Mapping[str, tuple[str, Style]],
-    entries: _Entries,
     config: object,
     degree: int,
 ) -> bool:
     """Return whether `degree` divides all blocks and heads, whatever else may be wrong with the plan."""
     if any(True for _ in heads.indivisible(modules, planned, config, degree)):
         return False
+    entries = _entries(modules, planned, degree, guards=True)
     return not any(_faults(modules[path], style, degree) for path, _, style in entries)
 
 
@@ -229,8 +241,7 @@ def _plan_module(
     findings += faults
     if faults:
         return None
-    local = {name: getattr(module, name) // degree for name in style.attributes(module)}
-    return PlannedModule(path, key, style, layouts, local)
+    return PlannedModule(path, key, style, layouts, style.local_attributes(module, degree))
 
 
 def _shared(model: nn.Module, layouts: Mapping[str, Layout]) -> Iterator[Finding]:

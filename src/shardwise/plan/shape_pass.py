@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.plan.findings import DIVIDE_FIX, CheckFinding, scalars, slice_starts
-from shardwise.plan.layout import Shard
+from shardwise.plan.layout import Shard, divisors
 from shardwise.plan.repair import Divide
 from shardwise.plan.resolve import ResolvedPlan
 from shardwise.plan.rules import Call, tensors_in
@@ -168,7 +168,8 @@ def _show(shape: tuple[Any, ...] | None) -> list[Any]:
 
 
 def _same_starts(whole: tuple[int, ...], local: tuple[int, ...], degree: int) -> bool:
-    return all(a in (b, b * degree) for a, b in zip(whole, local, strict=False))
+    """Return whether each start is the same, or divided by the number of pieces (fewer than ranks, if copied)."""
+    return all(a in {b * pieces for pieces in divisors(degree)} for a, b in zip(whole, local, strict=False))
 
 
 def _shapes(tensors: list[Tensor]) -> tuple[tuple[int, ...], ...]:

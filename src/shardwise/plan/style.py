@@ -6,8 +6,9 @@ of a module.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeGuard
 
 from torch import nn
@@ -25,7 +26,14 @@ class StyleFault(Exception):
 
 @dataclass(frozen=True)
 class Style:
-    """How one module is shared between the ranks."""
+    """How one module is shared between the ranks.
+
+    Attributes:
+        copies: How many neighbouring ranks hold each piece. More than one only for key and value heads that are
+            fewer than the ranks; found when a plan is resolved, never written in it.
+    """
+
+    copies: int = field(default=1, init=False, repr=False)
 
     leaves_shard: ClassVar[bool] = False
     """Whether the module's output is a slice on each rank, so that what follows sees fewer features."""
@@ -51,9 +59,15 @@ class Style:
         """
         raise NotImplementedError
 
-    def attributes(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the integer attributes of `module` that are divided by the degree."""
-        return ()
+    def local_attributes(self, module: nn.Module, degree: int) -> dict[str, int]:
+        """Return the integer attributes of `module` that are divided, and their values on a rank."""
+        return {}
+
+    def shared_by(self, copies: int) -> Style:
+        """Return the style where each key and value head is held by `copies` neighbouring ranks."""
+        shared = copy.copy(self)
+        object.__setattr__(shared, "copies", copies)
+        return shared
 
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
         """Yield what keeps `degree` ranks from sharing `module` evenly."""

@@ -10,6 +10,7 @@ Uses `torch.nn` to recognise modules, and nothing of a process group.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -49,6 +50,12 @@ __all__ = [
 ]
 
 
+QUERIES_PER_KEY = ("num_key_value_groups", "num_queries_per_kv", "n_rep", "kv_groups")
+"""Attribute names under which attentions keep how many query heads read one key and value head."""
+
+_OF_KEYS = re.compile(r"(?:^|_)(?:kv|key_value)(?:_|$)")
+
+
 @dataclass(frozen=True, init=False)
 class DivideAttributes(Style):
     """Divide integer attributes of a module, such as the head count that an attention reshapes by.
@@ -79,15 +86,27 @@ class DivideAttributes(Style):
                 )
         return {}
 
-    def attributes(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the names that hold a number on this module."""
-        return tuple(name for name in self.names if vars(module).get(name) is not None)
+    def local_attributes(self, module: nn.Module, degree: int) -> dict[str, int]:
+        """Return the names that hold a number on this module, and those numbers on a rank."""
+        return {name: value // self._divisor(name, degree) for name, value in self._counts(module).items()}
 
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
-        """Yield one fault for each attribute that `degree` does not divide."""
-        for name in self.attributes(module):
-            if getattr(module, name) % degree:
-                yield indivisible_heads(name, getattr(module, name), degree)
+        """Yield one fault for each attribute that its number of pieces does not divide."""
+        for name, value in self._counts(module).items():
+            if value % self._divisor(name, degree):
+                yield indivisible_heads(name, value, degree)
+
+    def _counts(self, module: nn.Module) -> dict[str, int]:
+        own = vars(module)
+        return {name: own[name] for name in self.names if own.get(name) is not None}
+
+    def _divisor(self, name: str, degree: int) -> int:
+        """Return what an attribute is divided by: the degree, but for what counts key and value heads in copies."""
+        if self.copies == 1:
+            return degree
+        if name in QUERIES_PER_KEY:
+            return self.copies
+        return degree // self.copies if _OF_KEYS.search(name) else degree
 
     @property
     def label(self) -> str:
@@ -124,21 +143,28 @@ class AcrossHeadNorm(Style):
 
     def layouts(self, module: nn.Module) -> dict[str, Layout]:
         """Cut every parameter: a weight, and perhaps a bias, of one number per feature; there may be none."""
-        shard = Shard(0, (self._width(module),))
-        return {name: shard for name, _ in module.named_parameters(recurse=False)}
+        return {name: self.shard_of(module) for name, _ in module.named_parameters(recurse=False)}
+
+    def shard_of(self, module: nn.Module) -> Shard:
+        """Return how the features are cut.
+
+        Raises:
+            StyleFault: the module is not an RMSNorm of a known formula over one dim.
+        """
+        return Shard(0, (self._width(module),), self.copies)
 
     def needs(self, module: nn.Module, ndim: int) -> Layout:
         """Ask for an input whose last dim is sharded."""
-        return Shard(ndim - 1, (self._width(module),))
+        return self.shard_of(module).at(ndim - 1)
 
     def leaves(self, module: nn.Module, shape: tuple[int, ...]) -> Layout:
         """Leave the last dim sharded."""
-        return Shard(len(shape) - 1, (self._width(module),))
+        return self.shard_of(module).at(len(shape) - 1)
 
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
-        """Yield a fault if `degree` does not divide the features."""
+        """Yield a fault if the features cannot be cut for `degree` ranks."""
         width = self._width(module)
-        if width % degree:
+        if self.shard_of(module).indivisible(degree):
             yield StyleFault(
                 "IndivisibleNorm",
                 f"the norm is over {width} features; {width} is not divisible by tp_degree {degree}",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from shardwise.plan import styles
 from shardwise.plan.layout import Shard, Span
 from shardwise.plan.resolve import PlannedModule
 from shardwise.runtime.collectives import enter_shard, reduce_partial, split_last_dim
+from shardwise.runtime.gradients import sum_gradients, sum_gradients_of_copies
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.norms import AcrossHeadRMSNorm
 
@@ -47,6 +47,7 @@ class LocalLinear(nn.Linear):
         module.__class__ = cls
         spans = shard.spans(group.rank, group.degree)
         vars(module).update(tp_group=group, tp_planned=planned, tp_shard=shard, tp_spans=spans)
+        sum_gradients_of_copies(module, shard, group)
 
     def extra_repr(self) -> str:
         """Return the local sizes, the layout of the weight, and the rank."""
@@ -118,17 +119,6 @@ class GradientSum:
     def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
         """Sum the gradients of the module's parameters from now on."""
         sum_gradients(module, group)
-
-
-def sum_gradients(module: nn.Module, group: TensorParallelGroup) -> None:
-    """Sum the gradients of the module's whole parameters over the ranks, each of which uses them on its own heads."""
-    for parameter in module.parameters(recurse=False):
-        if parameter.requires_grad:
-            parameter.register_hook(partial(_sum_gradient, group=group))  # type: ignore[no-untyped-call]
-
-
-def _sum_gradient(grad: Tensor, group: TensorParallelGroup) -> Tensor:
-    return reduce_partial(grad.clone(), group)
 
 
 @dataclass(frozen=True)

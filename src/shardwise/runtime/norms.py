@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan.resolve import PlannedModule
+from shardwise.plan.styles import AcrossHeadNorm
 from shardwise.runtime.collectives import enter_shard, reduce_partial
+from shardwise.runtime.gradients import sum_gradients_of_copies
 from shardwise.runtime.group import TensorParallelGroup
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -24,13 +26,15 @@ class AcrossHeadRMSNorm(nn.Module):
     Attributes:
         tp_group: The ranks that hold the other slices.
         tp_planned: The module's entry in the resolved plan.
-        tp_width: The number of features on all ranks together.
+        tp_width: The number of features on all ranks together, each counted once.
+        tp_copies: How many ranks hold each of them.
         eps: What is added to the mean of squares; None is the smallest step of the dtype it is computed in.
     """
 
     tp_group: TensorParallelGroup
     tp_planned: PlannedModule
     tp_width: int
+    tp_copies: int
     eps: float | None
     shape_attribute: ClassVar[str]
     """The module's own record of its width."""
@@ -39,15 +43,18 @@ class AcrossHeadRMSNorm(nn.Module):
     def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
         """Make `module`, a norm whose parameters are local already, a module of this class: the one of its formula."""
         local = AcrossHeadTorchRMSNorm if isinstance(module, nn.RMSNorm) else AcrossHeadDiffusersRMSNorm
-        (width,) = getattr(module, local.shape_attribute)
+        style, whole = planned.style, tuple(getattr(module, local.shape_attribute))
+        assert isinstance(style, AcrossHeadNorm)
+        shard = style.shard_of(module)
         module.__class__ = local
-        vars(module).update(tp_group=group, tp_planned=planned, tp_width=width)
-        vars(module)[local.shape_attribute] = torch.Size([width // group.degree])
+        vars(module).update(tp_group=group, tp_planned=planned, tp_width=shard.size, tp_copies=shard.copies)
+        vars(module)[local.shape_attribute] = torch.Size(shard.local_shape(whole, group.degree))
+        sum_gradients_of_copies(module, shard, group)
 
     def extra_repr(self) -> str:
         """Return the local width, and the rank."""
         group = self.tp_group
-        width = self.tp_width // group.degree
+        (width,) = getattr(self, self.shape_attribute)
         return f"{width} of {self.tp_width}, eps={self.eps}, rank {group.rank} of {group.degree}"
 
     def mean_of_squares(self, values: Tensor) -> Tensor:
@@ -56,7 +63,7 @@ class AcrossHeadRMSNorm(nn.Module):
         Each rank goes on with the mean on features of its own, so its gradient is summed too.
         """
         total = reduce_partial(values.pow(2).sum(-1, keepdim=True), self.tp_group)
-        return enter_shard(total, self.tp_group) / self.tp_width
+        return enter_shard(total, self.tp_group) / (self.tp_width * self.tp_copies)
 
 
 class AcrossHeadTorchRMSNorm(AcrossHeadRMSNorm, nn.RMSNorm):

@@ -39,7 +39,6 @@ class Call:
         layouts: Layout of each tensor argument by its id; tensors that are not listed are whole.
         producers: Paths of the modules behind each tensor argument, by its id.
         repeats: For whole tensors, by id: how many trailing index steps of each dim do not change the value.
-        starts: Rules that cut a sharded dim append the index at which they start.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Call:
     layouts: dict[int, Activation] = field(default_factory=dict)
     producers: dict[int, tuple[str, ...]] = field(default_factory=dict)
     repeats: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    starts: list[int] = field(default_factory=list)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument that may be given by position or by name."""

@@ -71,11 +71,24 @@ def contraction(call: Call, operands: Labelled, output: str) -> Activation:
     assert cut  # a rule sees no call of whole tensors only
     first, letter, shard = cut[0]
     for other, its_letter, its in cut:
-        if (its_letter, its.blocks) != (letter, shard.blocks):
+        if its_letter != letter or its.at(shard.dim) != shard:
             raise unequal(call, first, shard, other, its)
     for t, letters in operands:
         refuse_uncut(call, (first, shard), t, letters, letter)
-    return Shard(output.index(letter), shard.blocks) if letter in output else Partial()
+    if letter in output:
+        return shard.at(output.index(letter))
+    keep_single(call, first, shard)
+    return Partial()
+
+
+def keep_single(call: Call, x: Tensor, shard: Shard) -> None:
+    """Refuse a sum over a dim whose pieces several ranks hold: each of them would add the same terms."""
+    if shard.copies > 1:
+        raise Mismatch(
+            f"{call.name} sums over {shard} from {call.source(x)}: its copies would be added several times",
+            f"leave {call.source(x)} out of the plan, or use a degree up to its number of heads",
+            KeepWhole(call.made_by(x), call.name),
+        )
 
 
 def refuse_uncut(call: Call, first: tuple[Tensor, Shard], t: Tensor, letters: str, letter: str) -> None:
@@ -174,7 +187,8 @@ def attention(call: Call) -> Result:
         its = call.layout(t)
         assert isinstance(its, Shard)  # checked in attention_shard
         alike = tuple(b * kv_heads for b in shard.blocks) == tuple(b * heads for b in its.blocks)
-        if its.dim != shard.dim or not alike:
+        read = its.copies == shard.copies or (shard.copies == 1 and its.pieces_are_single(call.degree))
+        if its.dim != shard.dim or not alike or not read:
             raise unequal(call, q, shard, t, its)
     if call.argument(4, "dropout_p", 0.0):
         raise Mismatch(
@@ -215,7 +229,7 @@ def check_mask(call: Call, q: Tensor, shard: Shard, mask: Tensor | None) -> None
     if mask is None:
         return
     dim, layout = shard.dim - (q.ndim - mask.ndim), call.layout(mask)
-    if isinstance(layout, Shard) and (layout.dim, layout.blocks) != (dim, shard.blocks):
+    if isinstance(layout, Shard) and (dim < 0 or layout != shard.at(dim)):
         raise Mismatch(
             f"{call.name} combines {shard} from {call.source(q)} with a mask that is {layout} "
             f"from {call.source(mask)}",
@@ -227,5 +241,5 @@ def check_mask(call: Call, q: Tensor, shard: Shard, mask: Tensor | None) -> None
             f"{call.name} combines {shard} from {call.source(q)} with a whole mask of {shape_of(mask)} "
             f"from {call.source(mask)}",
             f"shard {call.source(mask)} by heads",
-            ShardToo(call.made_by(mask), dim, mask.ndim, Shard(dim, shard.blocks)),
+            ShardToo(call.made_by(mask), dim, mask.ndim, shard.at(dim)),
         )

@@ -202,7 +202,7 @@ def agree(call: Call, operands: Sequence[tuple[Tensor, Activation]], ndim: int) 
     All shards must be equal. A whole operand passes if it lacks the sharded dim, has size 1 there, or repeats its
     values all along it: then the code makes it as large as the rank's piece.
     """
-    sharded = [(x, Shard(s.dim + ndim - x.ndim, s.blocks)) for x, s in operands if isinstance(s, Shard)]
+    sharded = [(x, s.at(s.dim + ndim - x.ndim)) for x, s in operands if isinstance(s, Shard)]
     if not sharded:
         return WHOLE
     first, shard = sharded[0]
@@ -236,7 +236,7 @@ def whole_beside(call: Call, x: Tensor, shard: Shard, whole: Tensor, dim: int) -
         f"{call.name} combines {shard} from {call.source(x)} "
         f"with a whole tensor of {shape_of(whole)} from {call.source(whole)}",
         f"shard {call.source(whole)} the same way, or leave {call.source(x)} out of the plan",
-        ShardToo(call.made_by(whole), dim, whole.ndim, Shard(dim, shard.blocks)),
+        ShardToo(call.made_by(whole), dim, whole.ndim, shard.at(dim)),
     )
 
 
@@ -265,7 +265,7 @@ def writes_into_whole(call: Call, target: Tensor, written: Tensor) -> Mismatch:
     repair: Repair = KeepWhole(call.made_by(written), call.name)
     if isinstance(shard, Shard) and call.name != "__setitem__":
         dim = shard.dim + target.ndim - written.ndim
-        repair = ShardToo(call.made_by(target), dim, target.ndim, Shard(dim, shard.blocks))
+        repair = ShardToo(call.made_by(target), dim, target.ndim, shard.at(dim))
     return Mismatch(
         f"{call.name} writes {shard} from {call.source(written)} into {call.layout(target)} "
         f"of {shape_of(target)} from {call.source(target)}",

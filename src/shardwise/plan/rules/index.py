@@ -30,7 +30,7 @@ from shardwise.plan.rules.elementwise import (
 def cut_blocks(call: Call, x: Tensor, shard: Shard, bounds: slice, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the blocks of a slice of the sharded dim; `sizes` are the blocks that would allow it."""
     start, stop, step = bounds.indices(shard.size)
-    blocks = slice_blocks(shard.blocks, start, max(start, stop), step, call.degree)
+    blocks = slice_blocks(shard, start, max(start, stop), step, call.degree)
     if blocks is None:
         stride = f":{step}" if step != 1 else ""
         what = (
@@ -58,7 +58,7 @@ def split(call: Call, x: Tensor, shard: Shard) -> Result:
         return shard
     sizes, start, parts = tuple(part.shape[dim] for part in call.output), 0, []
     for size in sizes:
-        parts.append(Shard(dim, cut_blocks(call, x, shard, slice(start, start + size), sizes)))
+        parts.append(shard.of(*cut_blocks(call, x, shard, slice(start, start + size), sizes)))
         start += size
     return parts
 
@@ -79,7 +79,7 @@ def glu(call: Call, x: Tensor, shard: Shard) -> Result:
             f"declare blocks={[half, half]} on {call.source(x)}",
             RefineBlocks(call.made_by(x), shard.blocks, (half, half)),
         )
-    return Shard(dim, first)
+    return shard.of(*first)
 
 
 @operand_rule("narrow", linear=always)
@@ -89,9 +89,8 @@ def narrow(call: Call, x: Tensor, shard: Shard) -> Result:
     if dim % x.ndim != shard.dim:
         return shard
     start %= shard.size
-    call.starts.append(start)
     bounds = slice(start, start + length)
-    return Shard(shard.dim, cut_blocks(call, x, shard, bounds, around(bounds, shard.size)))
+    return shard.of(*cut_blocks(call, x, shard, bounds, around(bounds, shard.size)))
 
 
 def around(bounds: slice, size: int) -> tuple[int, ...]:
@@ -111,7 +110,7 @@ def one_index(call: Call, x: Tensor, shard: Shard, dim: int) -> Shard:
             f"declare {shard.size} equal blocks on {call.source(x)}, if it fuses as many tensors",
             EqualBlocks(call.made_by(x), shard.size),
         )
-    return Shard(shard.dim - (dim < shard.dim), shard.blocks)
+    return shard.at(shard.dim - (dim < shard.dim))
 
 
 @operand_rule("unbind", linear=always)
@@ -204,22 +203,21 @@ def dims_of(call: Call, x: Tensor, entries: list[Any]) -> list[tuple[int, int]]:
 
 
 def indexed(call: Call, x: Tensor, index: Any, shard: Shard) -> Indexed:
-    """Follow the sharded dim of `x` through an index, and record where its slice starts."""
+    """Follow the sharded dim of `x` through an index."""
     entries = spelled_out(x, index)
     dims = dims_of(call, x, entries)
     place, before = 0, 0
     while before + dims[place][0] <= shard.dim:
         before, place = before + dims[place][0], place + 1
     blocks = sliced(call, x, shard, entries[place])
-    return Indexed(Shard(sum(left for _, left in dims[:place]), blocks), sum(left for _, left in dims))
+    return Indexed(shard.at(sum(left for _, left in dims[:place])).of(*blocks), sum(left for _, left in dims))
 
 
 def sliced(call: Call, x: Tensor, shard: Shard, entry: Any) -> tuple[int, ...]:
     """Return the blocks that one entry of an index leaves of the sharded dim."""
     if not isinstance(entry, slice):
         one_index(call, x, shard, shard.dim)
-    start, _, step = entry.indices(shard.size)
-    call.starts.append(start)
+    _, _, step = entry.indices(shard.size)
     return cut_blocks(call, x, shard, entry, around(entry, shard.size) if step == 1 else ())
 
 
@@ -245,7 +243,7 @@ def setitem(call: Call) -> Result:
     written = call.layout(value)
     if isinstance(written, Partial):
         raise refuse_partial(call, value)
-    if isinstance(written, Shard) and (written.dim, written.blocks) != (dim, slot.shard.blocks):
+    if isinstance(written, Shard) and (dim < 0 or written != slot.shard.at(dim)):
         raise Mismatch(
             f"{call.name} writes {written} from {call.source(value)} into {slot.shard} from {call.source(x)}",
             "give both the same blocks",
@@ -256,6 +254,6 @@ def setitem(call: Call) -> Result:
             f"{call.name} writes a whole tensor of {shape_of(value)} from {call.source(value)} into {slot.shard} "
             f"from {call.source(x)}",
             f"shard {call.source(value)} the same way, or leave {call.source(x)} out of the plan",
-            ShardToo(call.made_by(value), dim, value.ndim, Shard(dim, slot.shard.blocks)),
+            ShardToo(call.made_by(value), dim, value.ndim, slot.shard.at(dim)),
         )
     return layout

@@ -26,7 +26,7 @@ def reduced(call: Call, x: Tensor, shard: Shard, position: int) -> Shard:
     keep_whole(call, x, shard, dims, "reduces over")
     output = call.output if isinstance(call.output, Tensor) else call.output[0]
     kept = output.ndim == x.ndim
-    return shard if kept else Shard(shard.dim - sum(dim < shard.dim for dim in dims), shard.blocks)
+    return shard if kept else shard.at(shard.dim - sum(dim < shard.dim for dim in dims))
 
 
 @operand_rule("sum", "mean", linear=always)

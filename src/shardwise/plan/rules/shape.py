@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -64,7 +65,27 @@ def viewed(call: Call, x: Tensor, shard: Shard) -> Shard:
     result = view_shard(shape_of(x), shape_of(call.output), shard, call.degree)
     if result is None:
         raise viewed_apart(call, x, shard)
-    return result
+    return spread(call, x, shard, result)
+
+
+def spread(call: Call, x: Tensor, shard: Shard, merged: Shard) -> Shard:
+    """Return the layout of heads, each held by several ranks, that a view joins with their repetitions.
+
+    On a rank the head is repeated only as often as its own queries read it, so that there are no copies any more;
+    the second pass sees whether the code does so.
+    """
+    behind = shard.dim + 1
+    times = x.shape[behind] if behind < x.ndim else 1
+    joined = merged.blocks == tuple(block * times for block in shard.blocks)
+    if joined and call.repeated(x)[behind:][:1] == (times,):
+        return repeated(call, shard, merged, times)
+    return merged
+
+
+def repeated(call: Call, shard: Shard, result: Shard, times: int) -> Shard:
+    """Return `result`, or its form without copies where each index of `shard` is one rank's, repeated `times`."""
+    divided = times % shard.copies == 0 and shard.pieces_are_single(call.degree)
+    return replace(result, copies=1) if divided else result
 
 
 def viewed_apart(call: Call, x: Tensor, shard: Shard) -> Mismatch:
@@ -96,17 +117,17 @@ def view_as(call: Call) -> Result:
 def squeeze(call: Call, x: Tensor, shard: Shard) -> Result:
     """Drop dims of size 1, unless a rank's piece has size 1 and would be dropped as well."""
     dims = dims_argument(call, x, 1, "dim")
-    if shard.dim in dims and shard.size == call.degree:
+    if shard.dim in dims and shard.size == shard.pieces(call.degree):
         raise viewed_apart(call, x, shard)
     dropped = [dim for dim in dims if x.shape[dim] == 1 and dim < shard.dim]
-    return Shard(shard.dim - len(dropped), shard.blocks)
+    return shard.at(shard.dim - len(dropped))
 
 
 @operand_rule("unsqueeze", linear=always)
 def unsqueeze(call: Call, x: Tensor, shard: Shard) -> Result:
     """Make room for the new dim."""
     dim = call.argument(1, "dim") % call.output.ndim
-    return Shard(shard.dim + (dim <= shard.dim), shard.blocks)
+    return shard.at(shard.dim + (dim <= shard.dim))
 
 
 # ---------------------------------------------------------------- permutations
@@ -115,7 +136,7 @@ def unsqueeze(call: Call, x: Tensor, shard: Shard) -> Result:
 @operand_rule(*PERMUTATIONS, linear=always)
 def permute(call: Call, x: Tensor, shard: Shard) -> Result:
     """Follow the dim."""
-    return Shard(permutation(call, x.ndim).index(shard.dim), shard.blocks)
+    return shard.at(permutation(call, x.ndim).index(shard.dim))
 
 
 def permutation(call: Call, ndim: int) -> tuple[int, ...]:
@@ -134,15 +155,19 @@ def permutation(call: Call, ndim: int) -> tuple[int, ...]:
 
 @operand_rule(*EXPANSIONS, linear=always)
 def expand(call: Call, x: Tensor, shard: Shard) -> Result:
-    """Count the new dims in front; the sharded dim is never expanded, its size is above 1."""
-    return Shard(shard.dim + call.output.ndim - x.ndim, shard.blocks)
+    """Count the new dims in front; the only head of the keys may be expanded to those of a rank's queries."""
+    dim = shard.dim + call.output.ndim - x.ndim
+    if call.output.shape[dim] == shard.size:
+        return shard.at(dim)
+    times = call.output.shape[dim]
+    return repeated(call, shard, shard.at(dim).of(times), times)
 
 
 @operand_rule(*REPETITIONS, linear=always)
 def repeat(call: Call, x: Tensor, shard: Shard) -> Result:
     """Count the new dims in front; a sharded dim that is repeated has its blocks repeated."""
     dim = shard.dim + call.output.ndim - x.ndim
-    return Shard(dim, shard.blocks * (call.output.shape[dim] // shard.size))
+    return shard.at(dim).of(*shard.blocks * (call.output.shape[dim] // shard.size))
 
 
 @operand_rule("repeat_interleave", linear=always)
@@ -158,7 +183,7 @@ def repeat_interleave(call: Call, x: Tensor, shard: Shard) -> Result:
             f"leave {call.source(x)} out of the plan",
             KeepWhole(call.made_by(x), call.name),
         )
-    return Shard(shard.dim, tuple(block * times for block in shard.blocks))
+    return repeated(call, shard, shard.of(*(block * times for block in shard.blocks)), times)
 
 
 # ---------------------------------------------------------------- joins
@@ -177,7 +202,7 @@ def cat(call: Call) -> Result:
         joins(call, (first, shard), (other, layout), dim)
     if dim != shard.dim:
         return shard
-    return Shard(dim, tuple(chain.from_iterable(s.blocks for s in layouts if isinstance(s, Shard))))
+    return shard.of(*chain.from_iterable(s.blocks for s in layouts if isinstance(s, Shard)))
 
 
 def joins(call: Call, first: tuple[Tensor, Shard], second: tuple[Tensor, Activation], dim: int) -> None:
@@ -185,7 +210,7 @@ def joins(call: Call, first: tuple[Tensor, Shard], second: tuple[Tensor, Activat
     (x, shard), (other, layout) = first, second
     along = dim == shard.dim
     if isinstance(layout, Shard):
-        if layout != shard and not (along and layout.dim == dim):
+        if layout != shard and not (along and (layout.dim, layout.copies) == (dim, shard.copies)):
             raise unequal(call, x, shard, other, layout)
     elif isinstance(layout, Partial):
         raise refuse_partial(call, other)
@@ -217,4 +242,4 @@ def stack(call: Call) -> Result:
     if partial is not None:
         return partial
     layout = agree(call, [(t, call.layout(t)) for t in tensors], tensors[0].ndim)
-    return Shard(layout.dim + (dim <= layout.dim), layout.blocks) if isinstance(layout, Shard) else layout
+    return layout.at(layout.dim + (dim <= layout.dim)) if isinstance(layout, Shard) else layout
