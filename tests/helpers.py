@@ -16,7 +16,7 @@ FAMILIES = sorted(models.FAMILIES)
 
 
 def family(name: str) -> Any:
-    """Return the module of a model class: its class, `PLAN`, `TINY_CONFIG` and `tiny_inputs`."""
+    """Return the module of a model class: its class, `PLAN`, `TINY_CONFIG` and `example_inputs`."""
     return import_module(f"shardwise.models.{models.FAMILIES[name]}")
 
 
@@ -42,7 +42,8 @@ def tiny_model(name: str, stock: bool = False, **config: Any) -> Any:
 
 def tiny_inputs(name: str, seed: int = 0, **kwargs: Any) -> dict[str, Any]:
     """Return inputs for a tiny model."""
-    return family(name).tiny_inputs(torch.Generator().manual_seed(seed), **kwargs)
+    module = family(name)
+    return module.example_inputs(module.TINY_CONFIG, torch.Generator().manual_seed(seed), **kwargs)
 
 
 def variants() -> list[tuple[str, str]]:

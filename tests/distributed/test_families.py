@@ -1,8 +1,11 @@
-"""The shipped model families, from real safetensors folders: N ranks against the diffusers class in one process."""
+"""The shipped model classes, from real safetensors folders: N ranks against the diffusers class in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise import TensorParallelConfig, enable_parallelism, models, placement
+from shardwise.models.lookup import tiny_case
+from shardwise.plan.layout import Shard
 from shardwise.runtime.shard import sharding_of
 from tests import tolerances
 from tests.helpers import (
@@ -29,7 +34,7 @@ from tests.pool import Pool
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One folder per family, written by the diffusers class: the first half as one file, the others indexed."""
+    """One folder per class, written by the diffusers class: every other one as a single file, the rest indexed."""
     folders = {}
     for i, name in enumerate(FAMILIES):
         folders[name] = tmp_path_factory.mktemp(name) / "transformer"
@@ -37,9 +42,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def load(name: str, folder: Path, **kwargs: Any) -> Any:
-    # The numbers are the question here, and every rank would run the check again; `test_check.py` runs it.
-    config = TensorParallelConfig(tp_degree=dist.get_world_size(), check=False)
+def load(name: str, folder: Path, check: bool = False, **kwargs: Any) -> Any:
+    config = TensorParallelConfig(tp_degree=dist.get_world_size(), check=check)
     return getattr(models, name).from_pretrained(folder, parallel_config=config, **kwargs)
 
 
@@ -47,101 +51,94 @@ def stock(name: str, folder: Path, **kwargs: Any) -> Any:
     return getattr(import_module("diffusers"), name).from_pretrained(folder, **kwargs)
 
 
-def _loaded(name: str, folder: Path) -> float:
-    inputs = tiny_inputs(name)
-    return relative_error(outputs(load(name, folder), inputs), outputs(stock(name, folder), inputs))
+# ---------------------------------------------------------------- loaded slice by slice
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_L4_P11_loaded_slice_by_slice_equals_one_process(
-    ranks: Pool, checkpoints: dict[str, Path], name: str
-) -> None:
-    assert max(ranks.run(_loaded, name, checkpoints[name])) < tolerances.FP32
+@dataclass(frozen=True)
+class Proof:
+    """What one rank saw of a model that was loaded, checked and run once."""
+
+    error: float
+    bit_equal: bool
+    all_reduces: int
+    foreseen: int | None
+    planned: int
+    unplanned: int
+    expected: int
+    read: int
+    placed: int
+    placed_one_process: int
+    storage: int
 
 
-def _in_memory(name: str, stock_class: bool) -> float:
-    whole, sharded = tiny_model(name, stock=True), tiny_model(name, stock=stock_class)
-    config = TensorParallelConfig(tp_degree=dist.get_world_size(), check=stock_class)
-    if stock_class:
-        assert enable_parallelism(sharded, config=config) is sharded
-    else:
-        sharded.enable_parallelism(config=config)
-    inputs = tiny_inputs(name)
-    return relative_error(outputs(sharded, inputs), outputs(whole, inputs))
-
-
-@pytest.mark.parametrize("stock_class", [False, True], ids=["shardwise_class", "diffusers_class"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_L8_P11_sharded_in_memory_equals_one_process(ranks: Pool, name: str, stock_class: bool) -> None:
-    assert max(ranks.run(_in_memory, name, stock_class)) < tolerances.FP32
-
-
-def _ranks_agree(name: str, folder: Path) -> bool:
-    result = outputs(load(name, folder), tiny_inputs(name))
+def _proof(name: str, folder: Path) -> Proof:
+    model, whole, inputs = load(name, folder, check=True), stock(name, folder), tiny_inputs(name)
+    result = outputs(model, inputs)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
-    return all(torch.equal(a, b) for other in gathered for a, b in zip(other, result, strict=True))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_outputs_are_bit_equal_on_all_ranks(ranks: Pool, checkpoints: dict[str, Path], name: str) -> None:
-    assert all(ranks.run(_ranks_agree, name, checkpoints[name]))
-
-
-def _bf16(name: str, folder: Path) -> tuple[float, float, set[str]]:
-    inputs = tiny_inputs(name)
-    half = cast(inputs, torch.bfloat16)
-    exact = outputs(stock(name, folder), inputs)
-    sharded = load(name, folder, dtype=torch.bfloat16)
-    whole = stock(name, folder, dtype=torch.bfloat16)
-    same = {n for n, p in whole.named_parameters() if sharded.get_parameter(n).dtype != p.dtype}
-    return relative_error(outputs(sharded, half), exact), relative_error(outputs(whole, half), exact), same
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_bf16_is_as_far_from_fp32_as_one_process_is(
-    ranks: Pool, checkpoints: dict[str, Path], name: str
-) -> None:
-    for sharded, whole, other_dtype in ranks.run(_bf16, name, checkpoints[name]):
-        assert not other_dtype
-        assert sharded <= tolerances.BF16_RATIO * whole
-
-
-def _bytes(name: str, folder: Path) -> dict[str, Any]:
-    model = load(name, folder)
-    sharding = sharding_of(model)
-    planned = {n for n, layout in sharding.plan.layouts.items() if hasattr(layout, "dim")}
-    whole = stock(name, folder)
+    sharding, report = sharding_of(model), placement(model)
+    layouts = {n: sharding.plan.layout(n) for n, _ in whole.named_parameters()}
     sizes = {n: p.nbytes for n, p in whole.named_parameters()}
-    report = placement(model)
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    return {
-        "planned": sum(size for n, size in sizes.items() if n in planned),
-        "unplanned": sum(size for n, size in sizes.items() if n not in planned),
-        "buffers": sum(t.nbytes for n, t in whole.state_dict().items() if n not in sizes),
-        "read": model.load_report.bytes_read,
-        "placed": report.weight_bytes,
-        "placed_one_process": report.weight_bytes_one_process,
-        "storage": sum(storages.values()),
-        "degree": sharding.group.degree,
-    }
+    buffers = sum(t.nbytes for n, t in whole.state_dict().items() if n not in sizes)
+    return Proof(
+        error=relative_error(result, outputs(whole, inputs)),
+        bit_equal=all(torch.equal(a, b) for other in gathered for a, b in zip(other, result, strict=True)),
+        all_reduces=sharding.group.traffic.all_reduces,
+        foreseen=model.check_report.all_reduces,
+        planned=sum(size for n, size in sizes.items() if isinstance(layouts[n], Shard)),
+        unplanned=sum(size for n, size in sizes.items() if not isinstance(layouts[n], Shard)),
+        expected=sum(
+            prod(layouts[n].local_shape(tuple(p.shape), sharding.group.degree)) * p.itemsize
+            for n, p in whole.named_parameters()
+        ),
+        read=model.load_report.bytes_read - buffers,
+        placed=report.weight_bytes,
+        placed_one_process=report.weight_bytes_one_process,
+        storage=sum(
+            {
+                p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+            }.values()
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def proofs(checkpoints: dict[str, Path]) -> Callable[[Pool, str], list[Proof]]:
+    """Runs each class once on each number of ranks, for all tests that ask."""
+    found: dict[tuple[int, str], list[Proof]] = {}
+
+    def proof(pool: Pool, name: str) -> list[Proof]:
+        if (pool.size, name) not in found:
+            found[pool.size, name] = pool.run(_proof, name, checkpoints[name])
+        return found[pool.size, name]
+
+    return proof
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_L4_P11_loaded_slice_by_slice_equals_one_process(ranks: Pool, proofs: Any, name: str) -> None:
+    assert max(proof.error for proof in proofs(ranks, name)) < tolerances.FP32
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_are_bit_equal_on_all_ranks(ranks: Pool, proofs: Any, name: str) -> None:
+    assert all(proof.bit_equal for proof in proofs(ranks, name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_L4_bytes_read_and_held_are_planned_over_degree_plus_unplanned(
-    ranks: Pool, checkpoints: dict[str, Path], name: str
+    ranks: Pool, proofs: Any, name: str
 ) -> None:
-    for found in ranks.run(_bytes, name, checkpoints[name]):
-        expected = found["planned"] // found["degree"] + found["unplanned"]
-        assert found["planned"] > 0
-        assert found["read"] - found["buffers"] == found["placed"] == found["storage"] == expected
-        assert found["placed_one_process"] == found["planned"] + found["unplanned"]
+    for proof in proofs(ranks, name):
+        assert proof.planned > 0
+        assert proof.read == proof.placed == proof.storage == proof.expected
+        assert proof.expected == proof.planned // ranks.size + proof.unplanned
+        assert proof.placed_one_process == proof.planned + proof.unplanned
 
 
-def _all_reduces(name: str, folder: Path) -> int:
-    model = load(name, folder)
-    outputs(model, tiny_inputs(name))
-    return sharding_of(model).group.traffic.all_reduces
+@pytest.mark.parametrize("name", FAMILIES)
+def test_static_check_foresees_the_all_reduces(two_ranks: Pool, proofs: Any, name: str) -> None:
+    assert all(proof.all_reduces == proof.foreseen for proof in proofs(two_ranks, name))
 
 
 @pytest.mark.parametrize(
@@ -165,23 +162,57 @@ def _all_reduces(name: str, folder: Path) -> int:
     ],
 )
 def test_P6_one_all_reduce_for_each_rowwise_layer_and_norm_over_all_heads(
-    two_ranks: Pool, checkpoints: dict[str, Path], name: str, expected: int
+    two_ranks: Pool, proofs: Any, name: str, expected: int
 ) -> None:
-    assert set(two_ranks.run(_all_reduces, name, checkpoints[name])) == {expected}
+    assert {proof.all_reduces for proof in proofs(two_ranks, name)} == {expected}
 
 
-def _variant(name: str, variant: str) -> float:
-    config, inputs_of = family(name).TINY_VARIANTS[variant]
-    inputs = inputs_of(torch.Generator().manual_seed(0))
-    sharded = enable_parallelism(
-        tiny_model(name, stock=True, **config), config=TensorParallelConfig(tp_degree=dist.get_world_size())
-    )
-    return relative_error(outputs(sharded, inputs), outputs(tiny_model(name, stock=True, **config), inputs))
+# ---------------------------------------------------------------- sharded in memory, half precision, variants
+
+
+def _in_memory(name: str, stock_class: bool, variant: str = "") -> float:
+    config, inputs = tiny_case(family(name), variant)
+    whole, sharded = tiny_model(name, stock=True, **config), tiny_model(name, stock=stock_class, **config)
+    parallel = TensorParallelConfig(tp_degree=dist.get_world_size())
+    if stock_class:
+        assert enable_parallelism(sharded, config=parallel) is sharded
+    else:
+        sharded.enable_parallelism(config=parallel)
+    return relative_error(outputs(sharded, inputs), outputs(whole, inputs))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_L8_P11_sharded_in_memory_equals_one_process(two_ranks: Pool, name: str) -> None:
+    assert max(two_ranks.run(_in_memory, name, stock_class=True)) < tolerances.FP32
+
+
+@pytest.mark.parametrize("name", ["Flux2Transformer2DModel", "WanTransformer3DModel"])
+def test_L8_method_of_the_class_equals_one_process(ranks: Pool, name: str) -> None:
+    assert max(ranks.run(_in_memory, name, stock_class=False)) < tolerances.FP32
 
 
 @pytest.mark.parametrize(("name", "variant"), variants())
 def test_other_configurations_of_a_class_equal_one_process(two_ranks: Pool, name: str, variant: str) -> None:
-    assert max(two_ranks.run(_variant, name, variant)) < tolerances.FP32
+    assert max(two_ranks.run(_in_memory, name, True, variant)) < tolerances.FP32
+
+
+def _bf16(name: str, folder: Path) -> tuple[float, float, set[str]]:
+    inputs = tiny_inputs(name)
+    half = cast(inputs, torch.bfloat16)
+    exact = outputs(stock(name, folder), inputs)
+    sharded = load(name, folder, dtype=torch.bfloat16)
+    whole = stock(name, folder, dtype=torch.bfloat16)
+    same = {n for n, p in whole.named_parameters() if sharded.get_parameter(n).dtype != p.dtype}
+    return relative_error(outputs(sharded, half), exact), relative_error(outputs(whole, half), exact), same
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bf16_is_as_far_from_fp32_as_one_process_is(
+    two_ranks: Pool, checkpoints: dict[str, Path], name: str
+) -> None:
+    for sharded, whole, other_dtype in two_ranks.run(_bf16, name, checkpoints[name]):
+        assert not other_dtype
+        assert sharded <= tolerances.BF16_RATIO * whole
 
 
 def test_L3_every_family_declares_its_plan_on_the_class() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import models
-from shardwise.models.lookup import family_of
+from shardwise.models.lookup import family_of, tiny_case
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,8 @@ def case(name: str) -> Case:
     class_name, _, variant = name.partition(":")
     cls = getattr(models, class_name)
     family: Any = family_of(cls)
-    config, make_inputs = dict(family.TINY_CONFIG), family.tiny_inputs
-    if variant:
-        overrides, make_inputs = family.TINY_VARIANTS[variant]
-        config |= overrides
-    model = _randomized(cls(**config))
-    return Case(name, model, family.PLAN, make_inputs(torch.Generator().manual_seed(0)))
+    config, inputs = tiny_case(family, variant)
+    return Case(name, _randomized(cls(**config)), family.PLAN, inputs)
 
 
 @torch.no_grad()

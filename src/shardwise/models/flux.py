@@ -68,8 +68,3 @@ def example_inputs(
     if config["guidance_embeds"]:
         inputs["guidance"] = torch.rand(batch, generator=generator) * 4
     return inputs
-
-
-def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
-    """Return inputs for a model of `TINY_CONFIG`."""
-    return example_inputs(TINY_CONFIG, generator, batch)

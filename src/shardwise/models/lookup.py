@@ -78,6 +78,14 @@ def _named(name: str) -> tuple[type[Any], Mapping[str, Any]]:
     return model_class(config["_class_name"]), config
 
 
+def tiny_case(family: Any, variant: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tiny configuration of a family's module, or one of its variants, and inputs for it."""
+    changes, arguments = family.TINY_VARIANTS[variant] if variant else ({}, {})
+    config = {**family.TINY_CONFIG, **changes}
+    generator = torch.Generator().manual_seed(EXAMPLE_SEED)
+    return config, family.example_inputs(config, generator, **arguments)
+
+
 def example_inputs(model: nn.Module) -> dict[str, Any] | None:
     """Return example inputs for a model of a known class, or None."""
     family = family_of(type(model))

@@ -62,8 +62,3 @@ def example_inputs(config: Mapping[str, Any], generator: torch.Generator, batch:
         "width": 3,
         "rope_interpolation_scale": (8 / 25, 32, 32),
     }
-
-
-def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
-    """Return inputs for a model of `TINY_CONFIG`."""
-    return example_inputs(TINY_CONFIG, generator, batch)

@@ -76,8 +76,3 @@ def example_inputs(
         "audio_indices": audio,
         "text_indices": text,
     }
-
-
-def tiny_inputs(generator: torch.Generator, batch: int = 1) -> dict[str, Any]:
-    """Return inputs for a model of `TINY_CONFIG`."""
-    return example_inputs(TINY_CONFIG, generator, batch)

@@ -55,8 +55,3 @@ def example_inputs(config: Mapping[str, Any], generator: torch.Generator, batch:
         "timestep": torch.rand(batch, generator=generator),
         "img_shapes": [(1, 5, 3)] * batch,
     }
-
-
-def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
-    """Return inputs for a model of `TINY_CONFIG`."""
-    return example_inputs(TINY_CONFIG, generator, batch)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,10 +53,13 @@ TINY_CONFIG: dict[str, Any] = {
 }
 
 
-def example_inputs(config: Mapping[str, Any], generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
+def example_inputs(
+    config: Mapping[str, Any], generator: torch.Generator, batch: int = 3, per_token: bool = False
+) -> dict[str, Any]:
     """Return inputs for a model of this config: 45 video tokens (3 frames of 5 x 3), 7 text tokens.
 
-    With image features the class takes 512 text tokens, whatever its config says.
+    With image features the class takes 512 text tokens, whatever its config says. With `per_token` each token has
+    a noise level of its own, as the 5B model of Wan 2.2 takes them.
     """
     frames, height, width = (n * patch for n, patch in zip((3, 5, 3), config["patch_size"], strict=True))
     with_image = config.get("image_dim") is not None
@@ -67,7 +69,7 @@ def example_inputs(config: Mapping[str, Any], generator: torch.Generator, batch:
             batch, config["in_channels"], frames, height, width, generator=generator
         ),
         "encoder_hidden_states": torch.randn(batch, text, config["text_dim"], generator=generator),
-        "timestep": torch.randint(0, 1000, (batch,), generator=generator),
+        "timestep": torch.randint(0, 1000, (batch, 45) if per_token else (batch,), generator=generator),
     }
     if with_image:
         # First and last frame come as two samples of the batch, where the config counts tokens of both.
@@ -77,23 +79,11 @@ def example_inputs(config: Mapping[str, Any], generator: torch.Generator, batch:
     return inputs
 
 
-def tiny_inputs(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
-    """Return inputs for a model of `TINY_CONFIG`."""
-    return example_inputs(TINY_CONFIG, generator, batch)
-
-
-def _timestep_per_token(generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
-    """Return inputs with a noise level for each token, as the 5B model of Wan 2.2 takes them."""
-    timestep = torch.randint(0, 1000, (batch, 45), generator=generator)
-    return {**tiny_inputs(generator, batch), "timestep": timestep}
-
-
 _IMAGE: dict[str, Any] = {"image_dim": 28, "added_kv_proj_dim": 48}
-_TWO_FRAMES: dict[str, Any] = {**_IMAGE, "pos_embed_seq_len": 10}
 
-TINY_VARIANTS: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
-    "image_to_video": (_IMAGE, partial(example_inputs, {**TINY_CONFIG, **_IMAGE}, batch=1)),
-    "first_and_last_frame": (_TWO_FRAMES, partial(example_inputs, {**TINY_CONFIG, **_TWO_FRAMES}, batch=1)),
-    "timestep_per_token": ({}, _timestep_per_token),
+TINY_VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "image_to_video": (_IMAGE, {"batch": 1}),
+    "first_and_last_frame": ({**_IMAGE, "pos_embed_seq_len": 10}, {"batch": 1}),
+    "timestep_per_token": ({}, {"per_token": True}),
 }
-"""Other configurations of the class: what they change in `TINY_CONFIG`, and their inputs."""
+"""Other cases to prove: what they change in `TINY_CONFIG`, and arguments of `example_inputs`."""
