@@ -10,7 +10,7 @@ from diffusers.configuration_utils import register_to_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise import PackedColwiseParallel, PackedRowwiseParallel, TensorParallelMixin
+from shardwise import PackedColwiseParallel, PackedRowwiseParallel, SliceParameter, TensorParallelMixin
 
 
 class Mlp(TensorParallelMixin, ModelMixin, ConfigMixin):
@@ -199,11 +199,28 @@ class Modulation(TensorParallelMixin, ModelMixin, ConfigMixin):
         return self.linear(F.silu(x)).chunk(6, -1)
 
 
+class Gated(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """Heads, each with a gate: a number that the model itself holds."""
+
+    _tp_plan = {"": SliceParameter("gate", 0), "up": "colwise", "down": "rowwise"}
+
+    @register_to_config
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.linspace(0.5, 2.0, heads))
+        self.up, self.down = nn.Linear(8, heads * 3), nn.Linear(heads * 3, 8)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        heads = self.up(x).unflatten(-1, (-1, 3))
+        return (self.down((heads * self.gate.tanh().unsqueeze(-1)).flatten(-2)),)
+
+
 SMALL: dict[type[Any], tuple[int, ...]] = {
     Mlp: (3, 7, 8),
     Glu: (3, 7, 8),
     Transformer: (3, 7, 16),
     Grouped: (3, 7, 24),
+    Gated: (3, 7, 8),
     Parallel: (3, 7, 16),
     Modulation: (3, 12),
 }

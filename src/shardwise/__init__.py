@@ -14,6 +14,7 @@ from shardwise.plan.styles import (
     PackedColwiseParallel,
     PackedRowwiseParallel,
     SliceOutput,
+    SliceParameter,
 )
 from shardwise.runtime.placement import placement
 
@@ -33,6 +34,7 @@ __all__ = [
     "PackedRowwiseParallel",
     "ShardwiseError",
     "SliceOutput",
+    "SliceParameter",
     "TensorParallelConfig",
     "TensorParallelMixin",
     "__version__",

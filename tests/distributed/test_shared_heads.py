@@ -92,13 +92,13 @@ def _gradients_unsummed() -> float:
 
 
 def _copies_counted_by_the_norm() -> float:
-    adopt = norms.AcrossHeadRMSNorm.adopt.__func__
+    adopt = norms.LocalNorm.adopt.__func__
 
     def forgetful(cls: Any, module: Any, group: Any, planned: Any) -> None:
         adopt(cls, module, group, planned)
         module.tp_copies = 1
 
-    with mock.patch.object(norms.AcrossHeadRMSNorm, "adopt", classmethod(forgetful)):
+    with mock.patch.object(norms.LocalNorm, "adopt", classmethod(forgetful)):
         return _small(1)[0]
 
 

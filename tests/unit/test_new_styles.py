@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from torch import nn
 
-from shardwise import IfPresent, PackedColwiseParallel, PackedRowwiseParallel, SliceOutput
+from shardwise import (
+    IfPresent,
+    PackedColwiseParallel,
+    PackedRowwiseParallel,
+    SliceOutput,
+    SliceParameter,
+    check,
+)
 from shardwise.errors import ConfigError, PlanError
 from shardwise.models.hunyuan_video import attention_and_mlp
 from shardwise.plan.layout import Shard
 from shardwise.plan.resolve import resolve
 from shardwise.plan.styles import AcrossHeadNorm, ColwiseParallel, Style, StyleFault, as_style
 from shardwise.runtime.modules import LOCAL_CLASSES, OutputSlice
-from shardwise.runtime.norms import AcrossHeadRMSNorm
+from shardwise.runtime.norms import LocalNorm
+from tests.small_models import Gated, small_input
+from tests.unit.test_heads import QKV, Attention
 
 # ---------------------------------------------------------------- norms over all heads
 
@@ -39,6 +49,7 @@ KNOWN = {
     "torch": nn.RMSNorm(12),
     "renamed": Renamed(12),
     "torch_without_weight": nn.RMSNorm(12, elementwise_affine=False),
+    "torch_layer": nn.LayerNorm(12),
     "diffusers": DiffusersRMSNorm(12, 1e-5),
     "diffusers_with_bias": DiffusersRMSNorm(12, 1e-5, bias=True),
     "diffusers_without_weight": DiffusersRMSNorm(12, 1e-5, elementwise_affine=False),
@@ -72,7 +83,7 @@ def test_E5_norm_whose_width_the_degree_does_not_divide_names_those_that_do(norm
 @pytest.mark.parametrize(
     "module",
     [
-        nn.LayerNorm(12),
+        nn.LayerNorm((3, 12)),
         nn.Linear(12, 12),
         nn.RMSNorm((3, 12)),
         DiffusersRMSNorm((3, 12), 1e-5),
@@ -84,14 +95,62 @@ def test_E5_norm_whose_width_the_degree_does_not_divide_names_those_that_do(norm
 def test_norm_over_all_heads_refuses_what_has_no_known_formula(module: nn.Module) -> None:
     with pytest.raises(StyleFault) as caught:
         AcrossHeadNorm().layouts(module)
-    assert caught.value.kind == "NotAnRMSNorm"
+    assert caught.value.kind == "NotAKnownNorm"
     assert type(module).__name__ in str(caught.value)
     assert '"across_head_norm"' in str(caught.value)
 
 
 def test_norm_over_all_heads_is_known_by_its_name() -> None:
     assert as_style("across_head_norm") == AcrossHeadNorm()
-    assert LOCAL_CLASSES[AcrossHeadNorm] is AcrossHeadRMSNorm
+    assert LOCAL_CLASSES[AcrossHeadNorm] is LocalNorm
+
+
+# ---------------------------------------------------------------- sliced parameters
+
+
+GATED, GATED_INPUT = Gated._tp_plan, small_input(Gated)
+
+
+def test_sliced_parameter_is_cut_like_any_other_tensor() -> None:
+    resolved = resolve(Gated(), GATED, 2)
+    assert resolved.layouts["gate"] == Shard(0, (4,))
+    assert check(Gated(), GATED, example_inputs=GATED_INPUT).ok
+
+
+def test_parameter_that_meets_heads_uncut_is_found() -> None:
+    rest = {key: style for key, style in GATED.items() if key}
+    (finding,) = check(Gated(), rest, example_inputs=GATED_INPUT).findings
+    assert (finding.kind, finding.source.partition(":")[0]) == ("LayoutMismatch", "small_models.py")
+
+
+def test_parameter_that_is_cut_and_meets_whole_heads_is_found() -> None:
+    (finding,) = check(Gated(), {"": GATED[""]}, example_inputs=GATED_INPUT).findings
+    assert finding.kind == "LayoutMismatch"
+
+
+@pytest.mark.parametrize(("name", "dim"), [("gates", 0), ("gate", 1), ("gate", -2)])
+def test_slice_of_a_parameter_that_is_not_there_names_those_that_are(name: str, dim: int) -> None:
+    with pytest.raises(StyleFault) as caught:
+        SliceParameter(name, dim).layouts(Gated())
+    assert caught.value.kind == "NoSuchParameter"
+    assert "gate [4]" in caught.value.fix
+
+
+def test_E5_parameter_that_the_degree_does_not_divide_names_the_degrees_that_do() -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve(Gated(), GATED, 3)
+    assert "IndivisibleParameter" in {finding.kind for finding in caught.value.findings}
+    assert caught.value.degrees == (1, 2, 4)
+
+
+def test_attention_whose_own_parameter_is_sliced_still_divides_its_heads() -> None:
+    attn = Attention(heads=8)
+    attn.gate = nn.Parameter(torch.ones(8))
+    root = nn.Module()
+    root.attn = attn
+    resolved = resolve(root, {**QKV, "attn": SliceParameter("gate", 0)}, 2)
+    assert {"heads": 4} in [dict(m.attributes) for m in resolved.modules]
+    assert resolved.layouts["attn.gate"] == Shard(0, (8,))
 
 
 # ---------------------------------------------------------------- sliced outputs

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 from diffusers import Flux2Transformer2DModel as Stock
 
-from shardwise import DivideAttributes, IfPresent, PackedColwiseParallel, PackedRowwiseParallel, SliceOutput
+from shardwise import (
+    DivideAttributes,
+    IfPresent,
+    PackedColwiseParallel,
+    PackedRowwiseParallel,
+    SliceOutput,
+    SliceParameter,
+)
 from shardwise.errors import PlanError
 from shardwise.plan.files import read_plan, write_plan
 from shardwise.plan.styles import ColwiseParallel, as_style
@@ -17,6 +24,7 @@ PLAN = {
     "blocks.*.norm": "across_head_norm",
     "blocks.*.up": PackedColwiseParallel([1, 1]),
     "blocks.*.qkv": PackedColwiseParallel(),
+    "blocks.*.gate": SliceParameter("table", -1),
     "blocks.*.down": PackedRowwiseParallel([1, 3]),
     "blocks.*.attn": DivideAttributes("heads", "inner_dim"),
     "blocks.*.none": DivideAttributes(),

@@ -107,6 +107,11 @@ class _Owner:
         return self.head_width or (features // counted if counted else 0)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the plan itself says what is divided here."""
+        return isinstance(self.planned.get(self.path, ("", None))[1], DivideAttributes)
+
+    @property
     def reads_heads(self) -> bool:
         """Whether its projections are sharded, so that its code sees a part of the heads."""
         return bool(set(self.projections) & set(self.sharded)) or not self.projections
@@ -164,7 +169,7 @@ def derive(
     for owner in _owners(modules, planned):
         if not owner.reads_heads:
             continue
-        if owner.path not in planned and any(name in HEAD_COUNTS for name in owner.counts):
+        if not owner.is_settled and any(name in HEAD_COUNTS for name in owner.counts):
             own = vars(owner.module) if owner.path in shared else {}
             groups = (name for name in QUERIES_PER_KEY if is_count(own.get(name)))
             yield owner.path, owner.key, DivideAttributes(*owner.counts, *groups)
@@ -176,7 +181,7 @@ def derive(
 def faults(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]) -> Iterator[Finding]:
     """Yield a finding for each attention that the plan would leave with the wrong idea of its heads."""
     for owner in _owners(modules, planned):
-        fault = _half_planned(owner) or _unclear(owner) if owner.path not in planned else None
+        fault = None if owner.is_settled else _half_planned(owner) or _unclear(owner)
         if fault is not None:
             yield Finding(fault.kind, owner.path, fault.message, fault.fix, owner.key)
 

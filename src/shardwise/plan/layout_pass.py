@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.plan.findings import CheckFinding, scalars, slice_starts
+from shardwise.plan.findings import CheckFinding, scalars, slice_starts, watched_shards
 from shardwise.plan.layout import Activation, Layout, Replicated, Shard, divisors
 from shardwise.plan.repair import KeepWhole, PlanRowwise, RefineBlocks, Repair, SplitInput
 from shardwise.plan.resolve import PlannedModule, ResolvedPlan
@@ -50,6 +50,8 @@ class LayoutTracer(Tracer):
             if m.style.opaque
             for parameter in model.get_submodule(m.path).parameters(recurse=False)
         }
+        for m, parameter, shard in watched_shards(model, plan):
+            self._set(parameter, _Tag(shard, (m.path,)))
 
     def opaque_paths(self) -> Sequence[str]:
         """Return the planned modules whose style speaks for them."""

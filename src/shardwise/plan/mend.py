@@ -139,7 +139,11 @@ def _norm(
     """Take the module that needs all features for a norm over them; its style refuses what is none."""
     key, module = subject.pattern(finding.module), subject.modules.get(finding.module)
     own = list(module.parameters(recurse=False)) if module is not None else []
-    is_norm = len(own) == 1 and own[0].ndim == 1 and not any(True for _ in (module or nn.Module()).children())
+    is_norm = (
+        bool(own)
+        and all(p.ndim == 1 for p in own)
+        and not any(True for _ in (module or nn.Module()).children())
+    )
     return {key: "across_head_norm"} if key and key not in plan and is_norm else None
 
 

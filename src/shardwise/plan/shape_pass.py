@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.plan.findings import DIVIDE_FIX, CheckFinding, scalars, slice_starts
+from shardwise.plan.findings import DIVIDE_FIX, CheckFinding, scalars, slice_starts, watched_shards
 from shardwise.plan.layout import Shard, divisors
 from shardwise.plan.repair import Divide
 from shardwise.plan.resolve import ResolvedPlan
@@ -28,6 +28,8 @@ class ShapeTracer(Tracer):
         self._planned = {m.path: m for m in plan.modules}
         self._hot: dict[int, bool] = {}
         self._held: list[Tensor] = []  # so that no id is used twice
+        for _, parameter, _ in watched_shards(local, plan):
+            self._mark(parameter, True)
 
     def opaque_paths(self) -> Sequence[str]:
         """Return the planned modules whose style speaks for them."""

@@ -42,6 +42,7 @@ __all__ = [
     "RowwiseParallel",
     "RowwiseSplitInputParallel",
     "SliceOutput",
+    "SliceParameter",
     "Style",
     "StyleFault",
     "as_style",
@@ -131,10 +132,10 @@ class PerHead(Style):
 
 @dataclass(frozen=True)
 class AcrossHeadNorm(Style):
-    """Shard an RMSNorm that looks at all heads together, as Wan and LTX have on queries and keys.
+    """Shard a norm that looks at all heads together, as Wan and LTX have on queries and keys.
 
-    `weight` and `bias` are cut along dim 0; the mean of squares is summed over the ranks. Takes
-    `torch.nn.RMSNorm` and diffusers' `RMSNorm` over one dim. Needs an input whose last dim is sharded, as a
+    `weight` and `bias` are cut along dim 0; its statistic is summed over the ranks. Takes `torch.nn.RMSNorm`,
+    `torch.nn.LayerNorm` and diffusers' `RMSNorm` over one dim. Needs an input whose last dim is sharded, as a
     colwise Linear leaves it, and leaves its output so.
     """
 
@@ -183,16 +184,16 @@ class AcrossHeadNorm(Style):
             StyleFault: the module is not an RMSNorm of a known formula over one dim.
         """
         shape: tuple[int, ...] = ()
-        if type(module).forward is nn.RMSNorm.forward:
-            assert isinstance(module, nn.RMSNorm)
-            shape = module.normalized_shape
+        if type(module).forward in (nn.RMSNorm.forward, nn.LayerNorm.forward):
+            assert isinstance(module, (nn.RMSNorm, nn.LayerNorm))
+            shape = tuple(module.normalized_shape)
         elif f"{type(module).__module__}.{type(module).__qualname__}" == _DIFFUSERS_NORM:
             shape = tuple(getattr(module, "dim", ()))
         if len(shape) != 1:
             over = f" over {len(shape)} dims" if shape else ""
             raise StyleFault(
-                "NotAnRMSNorm",
-                f"the style {self.label} shards an RMSNorm of torch or diffusers over one dim, "
+                "NotAKnownNorm",
+                f"the style {self.label} shards an RMSNorm of torch or diffusers, or a LayerNorm, over one dim, "
                 f"this module is a {type(module).__name__}{over}",
                 "leave the module out of the plan, and what comes before it whole",
             )
@@ -245,6 +246,54 @@ class SliceOutput(Style):
 
 
 @dataclass(frozen=True)
+class SliceParameter(Style):
+    """Cut a parameter that a module holds itself, such as one number or one table per head.
+
+    The module's code is watched like any other: what it makes of the parameter is a slice too.
+
+    Args:
+        name: The parameter's name in the module.
+        dim: The dim that is cut; negative counts from the end.
+    """
+
+    opaque: ClassVar[bool] = False
+    name: str
+    dim: int
+
+    def layouts(self, module: nn.Module) -> dict[str, Layout]:
+        """Cut the one parameter.
+
+        Raises:
+            StyleFault: the module has no such parameter, or the parameter no such dim.
+        """
+        parameter = module._parameters.get(self.name)
+        if parameter is None or not -parameter.ndim <= self.dim < parameter.ndim:
+            held = ", ".join(f"{n} {list(p.shape)}" for n, p in module.named_parameters(recurse=False))
+            raise StyleFault(
+                "NoSuchParameter",
+                f"{type(module).__name__} has no parameter {self.name!r} of its own with a dim {self.dim}",
+                f"its parameters are: {held or 'none'}",
+            )
+        dim = self.dim % parameter.ndim
+        return {self.name: Shard(dim, (parameter.shape[dim],))}
+
+    def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
+        """Yield a fault if `degree` does not divide the dim."""
+        size = module.get_parameter(self.name).shape[self.dim]
+        if size % degree:
+            yield StyleFault(
+                "IndivisibleParameter",
+                f"{self.name} has {size} entries along dim {self.dim}; {size} is not divisible by tp_degree {degree}",
+                f"use a degree that divides it: {', '.join(map(str, divisors(size)))}",
+            )
+
+    @property
+    def label(self) -> str:
+        """The constructor call."""
+        return f"SliceParameter({self.name!r}, {self.dim})"
+
+
+@dataclass(frozen=True)
 class IfPresent:
     """A style for modules that only some configurations of a model have.
 
@@ -288,5 +337,5 @@ def as_style(value: object) -> Style:
         "UnknownStyle",
         f"{value!r} is not a sharding style",
         f"use one of {', '.join(map(repr, STYLES))}, PackedColwiseParallel, PackedRowwiseParallel, "
-        "DivideAttributes, SliceOutput, IfPresent",
+        "DivideAttributes, SliceOutput, SliceParameter, IfPresent",
     )

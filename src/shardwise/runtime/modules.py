@@ -21,7 +21,7 @@ from shardwise.plan.resolve import PlannedModule
 from shardwise.runtime.collectives import enter_shard, reduce_partial, split_last_dim
 from shardwise.runtime.gradients import sum_gradients, sum_gradients_of_copies
 from shardwise.runtime.group import TensorParallelGroup
-from shardwise.runtime.norms import AcrossHeadRMSNorm
+from shardwise.runtime.norms import LocalNorm
 
 
 class LocalLinear(nn.Linear):
@@ -189,7 +189,7 @@ LOCAL_CLASSES: dict[type[styles.Style], type[RuntimeHalf]] = {
     styles.RowwiseParallel: RowwiseLinear,
     styles.PackedRowwiseParallel: RowwiseLinear,
     styles.RowwiseSplitInputParallel: RowwiseSplitInputLinear,
-    styles.AcrossHeadNorm: AcrossHeadRMSNorm,
+    styles.AcrossHeadNorm: LocalNorm,
     styles.PerHead: GradientSum,
     styles.SliceOutput: OutputSlice,
 }

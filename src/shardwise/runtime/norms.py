@@ -1,7 +1,7 @@
 """Norms that look at all heads together, on a rank that holds some of them: their statistic is summed over the ranks.
 
-The formulas are those of `torch.nn.RMSNorm` and of diffusers' `RMSNorm`, cast for cast: the two differ where the
-input and the weight are of different or of half precision.
+The formulas are those of `torch.nn.RMSNorm`, `torch.nn.LayerNorm` and diffusers' `RMSNorm`, cast for cast: they
+differ where the input and the weight are of different or of half precision.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwise.runtime.group import TensorParallelGroup
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class AcrossHeadRMSNorm(nn.Module):
-    """A rank's slice of an RMSNorm over all heads: maps a slice (..., width / degree) to its slice of the output.
+class LocalNorm(nn.Module):
+    """A rank's slice of a norm over all heads: maps a slice (..., width / degree) to its slice of the output.
 
     Attributes:
         tp_group: The ranks that hold the other slices.
@@ -42,7 +42,9 @@ class AcrossHeadRMSNorm(nn.Module):
     @classmethod
     def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
         """Make `module`, a norm whose parameters are local already, a module of this class: the one of its formula."""
-        local = AcrossHeadTorchRMSNorm if isinstance(module, nn.RMSNorm) else AcrossHeadDiffusersRMSNorm
+        local: type[LocalNorm] = AcrossHeadDiffusersRMSNorm
+        if isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+            local = AcrossHeadTorchRMSNorm if isinstance(module, nn.RMSNorm) else AcrossHeadLayerNorm
         style, whole = planned.style, tuple(getattr(module, local.shape_attribute))
         assert isinstance(style, AcrossHeadNorm)
         shard = style.shard_of(module)
@@ -57,16 +59,16 @@ class AcrossHeadRMSNorm(nn.Module):
         (width,) = getattr(self, self.shape_attribute)
         return f"{width} of {self.tp_width}, eps={self.eps}, rank {group.rank} of {group.degree}"
 
-    def mean_of_squares(self, values: Tensor) -> Tensor:
-        """Return the mean over the features of all ranks (..., 1) of the squares of a slice; one all-reduce.
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of a slice of values over the features of all ranks (..., 1); one all-reduce.
 
         Each rank goes on with the mean on features of its own, so its gradient is summed too.
         """
-        total = reduce_partial(values.pow(2).sum(-1, keepdim=True), self.tp_group)
+        total = reduce_partial(values.sum(-1, keepdim=True), self.tp_group)
         return enter_shard(total, self.tp_group) / (self.tp_width * self.tp_copies)
 
 
-class AcrossHeadTorchRMSNorm(AcrossHeadRMSNorm, nn.RMSNorm):
+class AcrossHeadTorchRMSNorm(LocalNorm, nn.RMSNorm):
     """A slice of a `torch.nn.RMSNorm`: computed in fp32 or more, returned in the input's dtype."""
 
     shape_attribute = "normalized_shape"
@@ -75,13 +77,34 @@ class AcrossHeadTorchRMSNorm(AcrossHeadRMSNorm, nn.RMSNorm):
         """Return this rank's features, normalized; one all-reduce."""
         values = x.float() if x.dtype in _HALF else x
         eps = torch.finfo(values.dtype).eps if self.eps is None else self.eps
-        output = values * torch.rsqrt(self.mean_of_squares(values) + eps)
+        output = values * torch.rsqrt(self.mean(values.pow(2)) + eps)
         if self.weight is not None:
             output = output * self.weight
         return output.to(x.dtype)
 
 
-class AcrossHeadDiffusersRMSNorm(AcrossHeadRMSNorm):
+class AcrossHeadLayerNorm(LocalNorm, nn.LayerNorm):
+    """A slice of a `torch.nn.LayerNorm`: computed in fp32 or more, returned in the input's dtype.
+
+    Mean and variance are summed one after the other: their difference, from one sum, would lose digits.
+    """
+
+    shape_attribute = "normalized_shape"
+    eps: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's features, normalized; two all-reduces."""
+        values = input.float() if input.dtype in _HALF else input
+        centred = values - self.mean(values)
+        output = centred * torch.rsqrt(self.mean(centred.pow(2)) + self.eps)
+        if self.weight is not None:
+            output = output * self.weight
+        if self.bias is not None:
+            output = output + self.bias
+        return output.to(input.dtype)
+
+
+class AcrossHeadDiffusersRMSNorm(LocalNorm):
     """A slice of diffusers' `RMSNorm`: the statistic in fp32, the product in the weight's dtype if that is half."""
 
     shape_attribute = "dim"
@@ -91,7 +114,7 @@ class AcrossHeadDiffusersRMSNorm(AcrossHeadRMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return this rank's features, normalized; one all-reduce."""
-        mean = self.mean_of_squares(hidden_states.float())
+        mean = self.mean(hidden_states.float().pow(2))
         output = hidden_states * torch.rsqrt(mean + self.eps)
         if self.weight is None:
             return output.to(hidden_states.dtype)
