@@ -15,6 +15,7 @@ from shardwise.config import TensorParallelConfig
 from shardwise.errors import ConfigError, PlanError
 from shardwise.models.lookup import example_inputs as known_inputs
 from shardwise.models.lookup import skeleton
+from shardwise.models.planning import declared_plan
 from shardwise.plan.check import CheckReport, check_plan
 from shardwise.plan.findings import CheckFinding
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
@@ -45,8 +46,6 @@ def check(
         ConfigError: nothing is known by this name, or there are no example inputs for it.
         PlanError: the class declares no plan.
     """
-    from shardwise.models.parallelism import declared_plan  # which calls this module
-
     model = skeleton(model_or_class)
     plan = plan if plan is not None else declared_plan(type(model))
     inputs = example_inputs if example_inputs is not None else known_inputs(model)

@@ -11,6 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.models import FAMILIES
 from shardwise.models.lookup import example_inputs as known_inputs
 from shardwise.models.lookup import family_of, model_class, skeleton
+from shardwise.models.planning import declared_plan
 from shardwise.plan.files import style_to_json
 from shardwise.plan.infer import Inferred, infer_plan
 from shardwise.plan.resolve import Plan, resolve
@@ -88,8 +89,6 @@ def declared(model_or_class: Any, degree: int = 2) -> Declared:
         ConfigError: nothing is known by this name.
         PlanError: the class declares no plan, or it does not fit this configuration and degree.
     """
-    from shardwise.models.parallelism import declared_plan  # which imports much more
-
     model = skeleton(model_or_class)
     plan = declared_plan(type(model))
     planned = resolve(model, plan, degree).modules

@@ -22,8 +22,9 @@ from shardwise.checkpoint.index import TensorEntry, read_index
 from shardwise.checkpoint.load import DtypeRule, KeyReport, load_tensors, match_keys
 from shardwise.checkpoint.read import SliceReader
 from shardwise.config import TensorParallelConfig
-from shardwise.errors import CheckpointError, ConfigError, Finding, PlanError, UnsupportedOption
+from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
 from shardwise.models.checking import StaticCheck
+from shardwise.models.planning import choose_plan
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
 from shardwise.runtime.group import FILE_PATIENCE, TensorParallelGroup, is_initialized
@@ -53,7 +54,7 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
     Args:
         model: Any `nn.Module` with plain parameters; unchanged when the call raises.
         config: The degree, and the ranks. At degree 1 the model is returned as it is.
-        plan: Module patterns and styles; by default the plan declared for the model's class.
+        plan: Module patterns and styles; by default the config's, or the plan declared for the model's class.
 
     Raises:
         ConfigError: `config` is not a tensor parallel configuration.
@@ -65,7 +66,7 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
     config = as_config(config)
     if config.tp_degree > 1:
         static = StaticCheck(config)
-        plan = plan if plan is not None else declared_plan(type(model))
+        plan = choose_plan(type(model), config, plan)
         shard_in_memory(model, config, plan, partial(static.before, model))
         static.after(model)
     return model
@@ -89,30 +90,6 @@ def is_context_parallel(config: Any) -> bool:
     """Return whether `config` is one of diffusers that asks for context parallelism only."""
     config = getattr(config, "context_parallel_config", None) or config
     return type(config).__name__ == "ContextParallelConfig"
-
-
-def declared_plan(cls: type) -> Plan:
-    """Return the plan of a model class: its own, or that of the class of this name in `shardwise.models`.
-
-    Raises:
-        PlanError: none is declared.
-    """
-    from shardwise import models  # this module is part of it
-
-    own = getattr(cls, "_tp_plan", None)
-    known = (
-        getattr(getattr(models, cls.__name__), "_tp_plan", None) if cls.__name__ in models.__all__ else None
-    )
-    plan = known if cls.__module__.startswith("diffusers.") and known is not None else own
-    if plan is None:
-        message = f"the class {cls.__name__} declares no _tp_plan"
-        raise PlanError([Finding("NoPlan", cls.__name__, message, "pass plan=..., or declare _tp_plan")])
-    if not isinstance(plan, Mapping):
-        message = f"_tp_plan is a {type(plan).__name__}"
-        raise PlanError(
-            [Finding("NoPlan", cls.__name__, message, "make it a dict of module pattern -> style")]
-        )
-    return plan
 
 
 @dataclass(frozen=True)
@@ -234,7 +211,7 @@ def load_sharded(cls: Any, location: Any, config: Any, kwargs: Mapping[str, Any]
 
 def _prepare(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapping[str, Any]) -> _Prepared:
     options = LoadOptions.parse(kwargs)
-    plan = declared_plan(cls)
+    plan = choose_plan(cls, config)
     try:
         model_config, unused = cls.load_config(
             location, subfolder=options.subfolder, return_unused_kwargs=True, **options.hub, **options.model

@@ -115,6 +115,14 @@ def _layouts(modules: Mapping[str, nn.Module], planned: Iterable[PlannedModule])
 _LARGEST_DEGREE = 64  # how far messages look for degrees that would work
 
 
+def fitting_degrees(model: nn.Module, plan: Plan) -> tuple[int, ...]:
+    """Return the degrees, up to 64, that divide all blocks and heads of a plan, whatever else may be wrong with it."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    planned = _match(modules, plan, [])
+    config = getattr(model, "config", None)
+    return tuple(d for d in range(1, _LARGEST_DEGREE + 1) if _fits(modules, planned, config, d))
+
+
 def _entries(
     modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], degree: int, guards: bool
 ) -> list[tuple[str, str, Style]]:
@@ -214,12 +222,12 @@ def _expand(modules: Mapping[str, nn.Module], key: object, optional: bool) -> li
 
 def _nearest(modules: Mapping[str, nn.Module], key: str) -> str:
     """Return a hint with the patterns that look most like `key`."""
-    patterns = dict.fromkeys(_pattern(modules, path) for path in modules if path)
+    patterns = dict.fromkeys(pattern_of(modules, path) for path in modules if path)
     close = difflib.get_close_matches(key, patterns, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "take the key out"
 
 
-def _pattern(modules: Mapping[str, nn.Module], path: str) -> str:
+def pattern_of(modules: Mapping[str, nn.Module], path: str) -> str:
     """Return `path` with its first list index replaced by `*`."""
     parts = path.split(".")
     for i in range(1, len(parts)):

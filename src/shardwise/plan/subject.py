@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan.check import CheckReport, Localize, check_plan
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
-from shardwise.plan.trace import warm_up
+from shardwise.plan.trace import quiet_forward
 
 
 class DeadEnd(Exception):
@@ -119,7 +119,7 @@ class Subject:
 
         handles = [m.register_forward_pre_hook(note) for m in self.modules.values() if id(m) in names]
         try:
-            warm_up(self.model, copy.deepcopy(dict(self.inputs)))
+            quiet_forward(self.model, copy.deepcopy(dict(self.inputs)))
         finally:
             for handle in handles:
                 handle.remove()

@@ -227,8 +227,8 @@ class _Quiet(Tracer):
         """See nothing."""
 
 
-def warm_up(model: nn.Module, inputs: dict[str, Any]) -> None:
-    """Run a forward once, so that tables which the model caches are there in every pass that follows."""
+def quiet_forward(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Run a forward once and watch nothing: for what the model caches, or what a group counts."""
     with meta_forward(), _Quiet(model):
         model(**inputs)
 

@@ -1,0 +1,99 @@
+"""Which plan a model gets, and what it means for it: the user's own, the declared one, or what is asked of either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from shardwise.config import TensorParallelConfig
+from shardwise.errors import Finding, PlanError
+from shardwise.models.lookup import example_inputs as known_inputs
+from shardwise.models.lookup import skeleton
+from shardwise.plan.estimate import Estimate, estimate_plan
+from shardwise.plan.resolve import Plan
+from shardwise.plan.styles import RowwiseSplitInputParallel, StyleFault, as_style
+from shardwise.runtime.shard import localized_twin
+
+
+def declared_plan(cls: type) -> Plan:
+    """Return the plan of a model class: its own, or that of the class of this name in `shardwise.models`.
+
+    Raises:
+        PlanError: none is declared.
+    """
+    from shardwise import models  # this module is part of it
+
+    own = getattr(cls, "_tp_plan", None)
+    known = (
+        getattr(getattr(models, cls.__name__), "_tp_plan", None) if cls.__name__ in models.FAMILIES else None
+    )
+    plan = known if cls.__module__.startswith("diffusers.") and known is not None else own
+    if plan is None:
+        message = f"the class {cls.__name__} declares no _tp_plan"
+        raise PlanError([Finding("NoPlan", cls.__name__, message, "pass plan=..., or declare _tp_plan")])
+    if not isinstance(plan, Mapping):
+        message = f"_tp_plan is a {type(plan).__name__}"
+        raise PlanError(
+            [Finding("NoPlan", cls.__name__, message, "make it a dict of module pattern -> style")]
+        )
+    return plan
+
+
+def choose_plan(cls: type, config: TensorParallelConfig, given: Plan | None = None) -> Plan:
+    """Return the plan for a model of a class: the one that is given, the config's, or the declared one.
+
+    Of the declared plan `shard_modulation=False` leaves out the lone projections with whole inputs.
+
+    Raises:
+        PlanError: there is none.
+    """
+    given = given if given is not None else config.plan
+    if given is not None:
+        return given
+    plan = declared_plan(cls)
+    return plan if config.shard_modulation else without_modulations(plan)
+
+
+def without_modulations(plan: Plan) -> Plan:
+    """Return a plan without its lone projections, each of which costs a sum over the ranks of its own."""
+    return {key: style for key, style in plan.items() if not _is_lone(style)}
+
+
+def _is_lone(style: object) -> bool:
+    try:
+        return isinstance(as_style(style), RowwiseSplitInputParallel)
+    except StyleFault:
+        return False  # reported when the plan is resolved
+
+
+def estimate(
+    model_or_class: Any,
+    degrees: Iterable[int] = (1, 2, 4, 8),
+    plan: Plan | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Estimate:
+    """Return what a plan saves and costs at several degrees, without reading or allocating a weight.
+
+    Args:
+        model_or_class: A model, a model class or its name, or a folder or hub id with a `config.json`.
+        degrees: Numbers of ranks.
+        plan: Module patterns and styles; by default the declared plan.
+        example_inputs: Keyword arguments of the model's forward, for which the traffic is counted; known for the
+            classes of `shardwise.models`.
+        dtype: What the weights are held in.
+
+    Returns:
+        Parameters and bytes per rank, the replicated share and the traffic by degree; what stays whole and why; the
+        degrees that are possible, and why others are not.
+
+    Raises:
+        ConfigError: nothing is known by this name.
+        PlanError: there is no plan for the class, or it fits the model at no degree.
+    """
+    model = skeleton(model_or_class).eval()
+    plan = plan if plan is not None else declared_plan(type(model))
+    inputs = example_inputs if example_inputs is not None else known_inputs(model)
+    return estimate_plan(model, plan, degrees, inputs, localized_twin, dtype.itemsize)
