@@ -10,7 +10,14 @@ from diffusers.configuration_utils import register_to_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise import PackedColwiseParallel, PackedRowwiseParallel, SliceParameter, TensorParallelMixin
+from shardwise import (
+    PackedColwiseParallel,
+    PackedRowwiseParallel,
+    SliceOutput,
+    SliceParameter,
+    TensorParallelMixin,
+)
+from shardwise.plan.styles import GatherOutput
 
 
 class Mlp(TensorParallelMixin, ModelMixin, ConfigMixin):
@@ -215,6 +222,42 @@ class Gated(TensorParallelMixin, ModelMixin, ConfigMixin):
         return (self.down((heads * self.gate.tanh().unsqueeze(-1)).flatten(-2)),)
 
 
+class Mixer(nn.Module):
+    """Gives its output, and beside it what a second branch makes, in room of the output's shape."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.last, self.extra = nn.Dropout(0.0), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.last(self.down(F.gelu(self.up(x))))
+        beside = torch.zeros_like(output)
+        beside += 0.5 * F.silu(self.extra(x))
+        return output, beside
+
+
+class Beside(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """A sharded branch that no rowwise layer follows, as the IP adapters of FLUX.1 are."""
+
+    _tp_plan = {
+        "mixer.up": "colwise",
+        "mixer.down": "rowwise",
+        "mixer.extra": "colwise",
+        "mixer.last": SliceOutput(-1),
+        "mixer": GatherOutput(8),
+    }
+
+    @register_to_config
+    def __init__(self, width: int = 8, hidden: int = 16) -> None:
+        super().__init__()
+        self.mixer = Mixer(width, hidden)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        output, beside = self.mixer(x)
+        return (x + output * output.mean(-1, keepdim=True) + beside,)
+
+
 SMALL: dict[type[Any], tuple[int, ...]] = {
     Mlp: (3, 7, 8),
     Glu: (3, 7, 8),
@@ -223,6 +266,7 @@ SMALL: dict[type[Any], tuple[int, ...]] = {
     Gated: (3, 7, 8),
     Parallel: (3, 7, 16),
     Modulation: (3, 12),
+    Beside: (3, 7, 8),
 }
 """Each small model and the shape of its input; batch and sequence are odd."""
 

@@ -19,9 +19,10 @@ from shardwise.models.checking import StaticCheck
 from shardwise.models.lookup import example_inputs
 from shardwise.plan.check import CheckReport, check_plan
 from shardwise.plan.layout_pass import LayoutTracer
-from shardwise.plan.repair import Divide, PlanRowwise, RefineBlocks, SplitInput
+from shardwise.plan.repair import Divide, KeepWhole, PlanRowwise, RefineBlocks, SplitInput
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rules import RULES
+from shardwise.plan.styles import GatherOutput
 from shardwise.runtime.shard import localized_twin, meta_twin
 from tests.helpers import FAMILIES, family, tiny_inputs, tiny_model
 from tests.small_models import SMALL, CountingAttention, Glu, Mlp, Modulation, Transformer, small_input
@@ -214,6 +215,17 @@ class One(nn.Module):
         return self.attn(x)
 
 
+def test_slices_that_cannot_be_put_together() -> None:
+    gathered = {"attn": GatherOutput(32)}
+    assert check_module(One(Open()), {"attn.a": "colwise"} | gathered).ok
+    finding = only(check_module(One(Open()), {"attn.a": PackedColwiseParallel([1, 1])} | gathered))
+    assert (finding.kind, finding.module, finding.plan_key) == ("LayoutMismatch", "attn", "attn")
+    assert finding.source.startswith("test_check.py:")
+    assert "blocks 16+16" in finding.message
+    assert "from attn.a" in finding.message
+    assert finding.repair == KeepWhole(("attn.a",), "output")
+
+
 ATTENTION = {
     "attn.to_q": "colwise",
     "attn.to_k": "colwise",
@@ -229,6 +241,24 @@ def test_local_shape_finds_an_undivided_head_count() -> None:
     assert finding.source.startswith("small_models.py:")
     assert isinstance(finding.repair, Divide)
     assert "[3, 7, 4, 2] on a rank, the layouts say [3, 7, 2, 4]" in finding.message
+
+
+class JoinedByView(CountingAttention):
+    """Joins the heads by a view, which the strides of the fused kernels allow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for proj in (self.to_q, self.to_k, self.to_v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.to_out(mixed.transpose(1, 2).view(*x.shape[:2], -1))
+
+
+def test_heads_may_be_joined_by_a_view_as_on_a_real_device() -> None:
+    model = One(JoinedByView(16, 4))
+    assert model(torch.ones(3, 7, 16)).shape == (3, 7, 16)
+    assert check_module(model, ATTENTION).ok
 
 
 class Scaled(Chain):

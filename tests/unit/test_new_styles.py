@@ -17,10 +17,11 @@ from shardwise import (
 )
 from shardwise.errors import ConfigError, PlanError
 from shardwise.models.hunyuan_video import attention_and_mlp
-from shardwise.plan.layout import Shard
+from shardwise.plan.layout import Replicated, Shard
 from shardwise.plan.resolve import resolve
-from shardwise.plan.styles import AcrossHeadNorm, ColwiseParallel, Style, StyleFault, as_style
-from shardwise.runtime.modules import LOCAL_CLASSES, OutputSlice
+from shardwise.plan.styles import AcrossHeadNorm, ColwiseParallel, GatherOutput, Style, StyleFault, as_style
+from shardwise.runtime.group import CountingGroup
+from shardwise.runtime.modules import LOCAL_CLASSES, OutputGather, OutputSlice
 from shardwise.runtime.norms import LocalNorm
 from tests.small_models import Gated, small_input
 from tests.unit.test_heads import QKV, Attention
@@ -199,6 +200,33 @@ class Rotary(nn.Module):
 def test_sliced_output_divides_no_heads_of_the_module_around_it() -> None:
     resolved = resolve(Rotary(), {"rope": SliceOutput(-1), "blocks.*.up": "colwise"}, 2)
     assert {m.path for m in resolved.modules} == {"rope", "blocks.0.up", "blocks.1.up"}
+
+
+# ---------------------------------------------------------------- outputs that are put together
+
+
+def test_gathered_output_leaves_everything_whole_and_takes_a_plain_cut_of_the_last_dim() -> None:
+    style, module = GatherOutput(12), nn.Linear(4, 4)
+    assert style.layouts(module) == {}
+    assert style.needs(module, 3) is None
+    assert style.takes(3) == Shard(2, (12,))
+    assert style.leaves(module, (5, 7, 12)) == Replicated()
+    assert style.gathers
+    assert not style.opaque
+    assert not style.leaves_shard
+    assert LOCAL_CLASSES[GatherOutput] is OutputGather
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_gathering_lays_a_slice_into_zeros_and_leaves_what_is_whole(rank: int) -> None:
+    gather = OutputGather(12, CountingGroup(4, rank))
+    piece, whole, other = torch.ones(2, 3), torch.ones(2, 12), torch.ones(2, 5)
+    gathered, *kept, inner = gather(nn.Identity(), (), (piece, whole, other, None, [piece]))
+    assert gathered.shape == (2, 12)
+    assert gathered.nonzero()[:, 1].unique().tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2]
+    assert all(a is b for a, b in zip(kept, (whole, other, None), strict=True))
+    assert inner[0].shape == (2, 12)
+    assert gather.group.traffic.all_reduces == 2
 
 
 # ---------------------------------------------------------------- optional entries

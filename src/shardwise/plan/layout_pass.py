@@ -18,7 +18,7 @@ from shardwise.plan.repair import KeepWhole, PlanRowwise, RefineBlocks, Repair, 
 from shardwise.plan.resolve import PlannedModule, ResolvedPlan
 from shardwise.plan.rules import RULES, WHOLE, Call, Mismatch, tensors_in
 from shardwise.plan.rules.repeats import repeats
-from shardwise.plan.styles import StyleFault
+from shardwise.plan.styles import GatherOutput, StyleFault
 from shardwise.plan.trace import Event, Tracer, model_source
 
 
@@ -41,7 +41,7 @@ class LayoutTracer(Tracer):
         super().__init__(model)
         self.plan = plan
         self.findings: list[CheckFinding] = []
-        self._planned = {m.path: m for m in plan.modules}
+        self._planned = {m.path: m for m in plan.modules if m.style.opaque or m.style.gathers}
         self._tags: dict[int, tuple[Tensor, _Tag]] = {}  # holds the tensors, so that ids stay unique
         self._linears = {id(m.weight): p for p, m in model.named_modules() if isinstance(m, nn.Linear)}
         self._owned = {
@@ -56,6 +56,21 @@ class LayoutTracer(Tracer):
     def opaque_paths(self) -> Sequence[str]:
         """Return the planned modules whose style speaks for them."""
         return [m.path for m in self.plan.modules if m.style.opaque]
+
+    def gathering_paths(self) -> Sequence[str]:
+        """Return the planned modules whose slices are put together behind them."""
+        return [m.path for m in self.plan.modules if m.style.gathers]
+
+    def seal_box(self, path: str, outputs: list[Tensor]) -> None:
+        """Check that what a module returns can be put together."""
+        planned = self._planned[path]
+        assert isinstance(planned.style, GatherOutput)
+        for output in outputs:
+            tag = self._tag(output)
+            if tag.layout not in (None, WHOLE, planned.style.takes(output.ndim)):
+                message = f"returns {tag.layout} from {_names(tag.producers)}, which cannot be put together"
+                fix, repair = "leave its producer whole", KeepWhole(tag.producers, "output")
+                self._report("LayoutMismatch", message, fix, repair, planned)
 
     def open_box(self, path: str, inputs: list[Tensor]) -> None:
         """Check that a planned module is given what its style needs."""

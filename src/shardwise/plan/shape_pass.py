@@ -25,7 +25,7 @@ class ShapeTracer(Tracer):
     def __init__(self, local: nn.Module, whole: nn.Module, plan: ResolvedPlan) -> None:
         super().__init__(local)
         self._whole = whole
-        self._planned = {m.path: m for m in plan.modules}
+        self._planned = {m.path: m for m in plan.modules if m.style.opaque or m.style.gathers}
         self._hot: dict[int, bool] = {}
         self._held: list[Tensor] = []  # so that no id is used twice
         for _, parameter, _ in watched_shards(local, plan):
@@ -34,6 +34,10 @@ class ShapeTracer(Tracer):
     def opaque_paths(self) -> Sequence[str]:
         """Return the planned modules whose style speaks for them."""
         return [path for path, m in self._planned.items() if m.style.opaque]
+
+    def gathering_paths(self) -> Sequence[str]:
+        """Return the planned modules whose slices are put together behind them."""
+        return [path for path, m in self._planned.items() if m.style.gathers]
 
     def close_box(self, path: str, outputs: list[Tensor]) -> None:
         """Mark the outputs of a style that leaves a shard, and clear those of one that does not."""

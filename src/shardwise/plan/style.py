@@ -40,6 +40,9 @@ class Style:
     sums_gradients: ClassVar[bool] = False
     """Whether the module's whole parameters meet a slice, so that each rank knows a part of their gradient."""
 
+    gathers: ClassVar[bool] = False
+    """Whether slices that the module's code returns are whole behind it."""
+
     opaque: ClassVar[bool] = True
     """Whether the checker takes the style's word for what the module does, and does not look inside."""
 

@@ -34,6 +34,7 @@ __all__ = [
     "AcrossHeadNorm",
     "ColwiseParallel",
     "DivideAttributes",
+    "GatherOutput",
     "IfPresent",
     "LinearStyle",
     "PackedColwiseParallel",
@@ -291,6 +292,29 @@ class SliceParameter(Style):
     def label(self) -> str:
         """The constructor call."""
         return f"SliceParameter({self.name!r}, {self.dim})"
+
+
+@dataclass(frozen=True)
+class GatherOutput(Style):
+    """Put together the slices that a module returns, so that what follows sees whole tensors.
+
+    Found for attentions with an adapter that adds to their output; a plan need not name it.
+
+    Args:
+        width: Full size of the last dim of what is cut. Other tensors stay as they are.
+    """
+
+    opaque: ClassVar[bool] = False
+    gathers: ClassVar[bool] = True
+    width: int
+
+    def layouts(self, module: nn.Module) -> dict[str, Layout]:
+        """Cut no parameter."""
+        return {}
+
+    def takes(self, ndim: int) -> Shard:
+        """Return the layout of what is put together, of `ndim` dims."""
+        return Shard(ndim - 1, (self.width,))
 
 
 @dataclass(frozen=True)

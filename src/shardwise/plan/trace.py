@@ -96,8 +96,15 @@ class Tracer(TorchFunctionMode):
     def close_box(self, path: str, outputs: list[Tensor]) -> None:
         """See the outputs of an opaque module."""
 
+    def seal_box(self, path: str, outputs: list[Tensor]) -> None:
+        """See what the code of a gathering module returned, before it is gathered."""
+
     def opaque_paths(self) -> Sequence[str]:
         """Return the paths of the modules whose inside is not watched."""
+        return ()
+
+    def gathering_paths(self) -> Sequence[str]:
+        """Return the paths of the modules whose slices are put together behind their code, in a box of its own."""
         return ()
 
     def __enter__(self) -> Any:
@@ -111,6 +118,11 @@ class Tracer(TorchFunctionMode):
             # In front of other hooks, so that what they do (slicing an output) happens inside of the box.
             opening, closing = self._opener(path), self._closer(path)
             self._handles.append(module.register_forward_pre_hook(opening, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(closing, with_kwargs=True))
+        for path in self.gathering_paths():
+            module, sealing, closing = self.model.get_submodule(path), self._sealer(path), self._closer(path)
+            # In front of the hook that gathers, and behind it.
+            self._handles.append(module.register_forward_hook(sealing, prepend=True))
             self._handles.append(module.register_forward_hook(closing, with_kwargs=True))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -132,6 +144,8 @@ class Tracer(TorchFunctionMode):
         except Exception:
             self.failed_at = self.failed_at or (self.path, model_source(), name)
             raise
+        if name == "scaled_dot_product_attention":
+            output = _as_kernels_leave_it(output)
         if not self._opaque:
             self.watch(name, full_name, args, kwargs, output)
         return output
@@ -179,6 +193,14 @@ class Tracer(TorchFunctionMode):
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._opaque:
                 self.open_box(path, list(tensors_in((args, kwargs))))
+            self._opaque += 1
+
+        return hook
+
+    def _sealer(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._opaque:
+                self.seal_box(path, list(tensors_in(output)))
             self._opaque += 1
 
         return hook
@@ -231,6 +253,17 @@ def quiet_forward(model: nn.Module, inputs: dict[str, Any]) -> None:
     """Run a forward once and watch nothing: for what the model caches, or what a group counts."""
     with meta_forward(), _Quiet(model):
         model(**inputs)
+
+
+def _as_kernels_leave_it(attention: Tensor) -> Tensor:
+    """Return what attention gives on the meta device with the strides that the fused kernels leave.
+
+    They write heads beside each other for each token, and code that joins the heads by a view counts on it.
+    """
+    if not attention.is_meta or attention.ndim != 4:
+        return attention
+    with torch._C.DisableTorchFunction():
+        return attention.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _plain_index(index: Any) -> Any:

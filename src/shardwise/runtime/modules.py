@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 from torch.nn.functional import linear as matmul
+from torch.nn.functional import pad
 
 from shardwise.errors import Finding, PlanError
 from shardwise.plan import styles
@@ -175,6 +176,36 @@ class OutputSlice:
         return PlanError([finding], "a tensor parallel model in its forward")
 
 
+@dataclass(frozen=True)
+class OutputGather:
+    """A forward hook that puts together the slices that a module returns.
+
+    Each rank's slice is laid into zeros and the sum is taken: one all-reduce for each tensor that is cut.
+
+    Attributes:
+        width: Full size of the last dim of what is cut; other tensors stay as they are.
+        group: The ranks that have the other slices.
+    """
+
+    width: int
+    group: TensorParallelGroup
+
+    @classmethod
+    def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
+        """Return whole tensors from now on."""
+        assert isinstance(planned.style, styles.GatherOutput)
+        module.register_forward_hook(cls(planned.style.width, group))
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> object:
+        """Return the output with each slice made whole."""
+        if isinstance(output, tuple | list):
+            return type(output)(self(module, args, part) for part in output)
+        (span,) = Shard(0, (self.width,)).spans(self.group.rank, self.group.degree)
+        if not isinstance(output, Tensor) or output.shape[-1] != span.length:
+            return output
+        return reduce_partial(pad(output, (span.start, self.width - span.stop)), self.group)
+
+
 class RuntimeHalf(Protocol):
     """What does the work of a style on the ranks."""
 
@@ -192,6 +223,7 @@ LOCAL_CLASSES: dict[type[styles.Style], type[RuntimeHalf]] = {
     styles.AcrossHeadNorm: LocalNorm,
     styles.PerHead: GradientSum,
     styles.SliceOutput: OutputSlice,
+    styles.GatherOutput: OutputGather,
 }
 """The runtime half of each style that needs one: some only cut parameters, or divide attributes."""
 
