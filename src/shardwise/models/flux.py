@@ -68,3 +68,13 @@ def example_inputs(
     if config["guidance_embeds"]:
         inputs["guidance"] = torch.rand(batch, generator=generator) * 4
     return inputs
+
+
+def adapter_inputs(model: Any, generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
+    """Return what a model with IP adapters is given beside its inputs: features of one image for each of them."""
+    projections = getattr(model, "encoder_hid_proj", None)
+    if projections is None:
+        return {}
+    widths = [layer.image_embeds.in_features for layer in projections.image_projection_layers]
+    embeds = [torch.randn(batch, 1, width, generator=generator) for width in widths]
+    return {"joint_attention_kwargs": {"ip_adapter_image_embeds": embeds}}

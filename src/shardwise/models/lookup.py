@@ -92,4 +92,7 @@ def example_inputs(model: nn.Module) -> dict[str, Any] | None:
     if family is None:
         return None
     generator = torch.Generator().manual_seed(EXAMPLE_SEED)
-    return family.example_inputs(model.config, generator)  # type: ignore[no-any-return]
+    inputs: dict[str, Any] = family.example_inputs(model.config, generator)
+    if hasattr(family, "adapter_inputs"):
+        inputs |= family.adapter_inputs(model, generator)
+    return inputs

@@ -69,6 +69,15 @@ def example_inputs(config: Mapping[str, Any], generator: torch.Generator, batch:
     }
 
 
+def adapter_inputs(model: Any, generator: torch.Generator, batch: int = 3) -> dict[str, Any]:
+    """Return what a model with an IP adapter is given beside its inputs: 9 tokens of image features."""
+    projection = getattr(model, "image_proj", None)
+    if projection is None:
+        return {}
+    embeds = torch.randn(batch, 9, projection.proj_in.in_features, generator=generator)
+    return {"joint_attention_kwargs": {"ip_adapter_image_embeds": embeds}}
+
+
 TINY_VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without_norms_and_second_attention": ({"dual_attention_layers": (), "qk_norm": None}, {}),
 }

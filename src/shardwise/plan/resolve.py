@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import nn
 
 from shardwise.errors import Finding, PlanError
-from shardwise.plan import heads
+from shardwise.plan import adapters, heads
 from shardwise.plan.layout import Layout, Replicated, Shard
 from shardwise.plan.styles import IfPresent, Style, StyleFault, as_style
 
@@ -132,6 +132,7 @@ def _entries(
         return entries
     copies = heads.shared(modules, planned, degree)
     entries += heads.derive(modules, planned, copies)
+    entries += adapters.derive(modules, planned)
     return [
         (path, key, style.shared_by(copies[path]) if path in copies else style)
         for path, key, style in entries

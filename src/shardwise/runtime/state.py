@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardwise.errors import UnsupportedOperation, UnsupportedState
+from shardwise.plan import adapters
 
 _ADAPTER_HINT = "fuse the adapter into the weights and save them before sharding"
 
@@ -21,6 +22,8 @@ REFUSED = {
     "load_lora_adapter": _ADAPTER_HINT,
     "add_adapter": _ADAPTER_HINT,
     "load_adapter": _ADAPTER_HINT,
+    "_load_ip_adapter_weights": "its keys and values are whole, and each rank holds some of the heads; "
+    "load the IP adapter before sharding, into the model in memory, and shard it with enable_parallelism",
     "enable_group_offload": "each rank holds only its slices; raise tp_degree instead",
     "enable_layerwise_casting": "load the model in the dtype you need",
     "fuse_qkv_projections": "the fused weight would not be covered by the plan",
@@ -91,11 +94,13 @@ def _obstacle(module: nn.Module) -> str | None:
         return "is sharded already: shard the model as a whole, once"
     if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):
         return "has a LoRA adapter, which the plan does not cover: fuse it and unload it before sharding"
-    if getattr(module, "fused_projections", False) is True:
+    # The image projection of an IP adapter is fused from the start, and keeps no separate keys beside it.
+    if getattr(module, "fused_projections", False) is True and getattr(module, "to_k", None) is not None:
         return "has fused projections, which the plan does not cover: call unfuse_qkv_projections() first"
     processor = getattr(module, "processor", None)
-    if isinstance(processor, nn.Module) and any(True for _ in processor.parameters()):
-        return "has an attention processor with weights (an IP adapter), which the plan does not cover: unload it"
+    if isinstance(processor, nn.Module) and not adapters.is_known(processor) and len(processor.state_dict()):
+        name = type(processor).__name__
+        return f"has a {name} for its processor, with weights that neither the plan nor shardwise knows: unload it"
     hooks = " ".join(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))
     if hasattr(module, "_hf_hook") or "group_offloading" in hooks:
         return "is offloaded: each rank keeps its slices on its own device; load the model without offloading"
