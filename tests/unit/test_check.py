@@ -16,7 +16,6 @@ from shardwise import DivideAttributes, PackedColwiseParallel, check, models
 from shardwise.cli import main
 from shardwise.errors import ConfigError, PlanError
 from shardwise.models.checking import StaticCheck
-from shardwise.models.lookup import example_inputs
 from shardwise.plan.check import CheckReport, check_plan
 from shardwise.plan.layout_pass import LayoutTracer
 from shardwise.plan.repair import Divide, KeepWhole, PlanRowwise, RefineBlocks, SplitInput
@@ -51,55 +50,6 @@ def test_P12_declared_plans_are_right(name: str, degree: int) -> None:
     assert report.ok, str(report)
     assert report.sharded_calls > 50
     assert report.all_reduces > 0
-
-
-def _residuals(count: int, width: int, tokens: int = 15, batch: int = 3) -> list[Tensor]:
-    return [torch.ones(batch, tokens, width) for _ in range(count)]
-
-
-BRANCHES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "flux without guidance": ("FluxTransformer2DModel", {"guidance_embeds": False}, {}),
-    "flux with ControlNet residuals": (
-        "FluxTransformer2DModel",
-        {},
-        {
-            "controlnet_block_samples": _residuals(2, 48),
-            "controlnet_single_block_samples": _residuals(1, 48),
-        },
-    ),
-    "flux2 without guidance": ("Flux2Transformer2DModel", {"guidance_embeds": False}, {}),
-    "qwen-image without a mask": (
-        "QwenImageTransformer2DModel",
-        {},
-        {"encoder_hidden_states_mask": None},
-    ),
-    "qwen-image with ControlNet residuals": (
-        "QwenImageTransformer2DModel",
-        {},
-        {"controlnet_block_samples": _residuals(2, 48)},
-    ),
-    "qwen-image edit with a reference at time zero": (
-        "QwenImageTransformer2DModel",
-        {"zero_cond_t": True},
-        {"img_shapes": [[(1, 3, 3), (1, 3, 2)]] * 3},
-    ),
-    "qwen-image layered": (
-        "QwenImageTransformer2DModel",
-        {"use_additional_t_cond": True, "use_layer3d_rope": True},
-        {"additional_t_cond": torch.zeros(3, dtype=torch.long), "img_shapes": [[(1, 3, 3), (1, 3, 2)]] * 3},
-    ),
-}
-"""Optional branches of the families: class, changes of its tiny configuration, changes of its inputs."""
-
-
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_optional_branches_are_right(branch: str) -> None:
-    name, config, inputs = BRANCHES[branch]
-    model = tiny_model(name, **config)
-    known = example_inputs(model)
-    assert known is not None
-    report = check_module(model, family(name).PLAN, 2, **(known | inputs))
-    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("degree", [2, 4])

@@ -1,0 +1,216 @@
+"""The optional branches of the shipped families: inputs that may be given or left out, and what they need of a model.
+
+A branch is what it changes: in the family's tiny configuration, in the model, and in its example inputs. Other
+configurations of a class stand beside its plan, as `TINY_VARIANTS`. Not here are arguments that change no number
+(`return_dict`, and `attention_kwargs` where they hold nothing but the scale of a LoRA), and two that no
+configuration of diffusers 0.42.1 can take: `guidance` of Qwen-Image and `timestep_cond` of CogVideoX.
+MiniMax-H3 has no optional argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models.lookup import example_inputs
+from tests.adapters import load_flux_adapters, load_sd3_adapter
+from tests.helpers import family, tiny_model
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A model class, and what makes its forward take other code.
+
+    Attributes:
+        name: The class.
+        inputs: Returns what changes in the example inputs; None leaves an argument out.
+        config: What changes in the tiny configuration.
+        prepare: Does to the model what the branch needs; returns the model to call if it is another one.
+    """
+
+    name: str
+    inputs: Callable[[Inputs], Inputs] = lambda known: {}
+    config: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], Any] = lambda model: None
+
+    def model(self) -> Any:
+        """Return a tiny model of random numbers."""
+        model = tiny_model(self.name, stock=True, **self.config)
+        return self.prepare(model) or model
+
+    def arguments(self, model: Any) -> Inputs:
+        """Return the inputs of the branch."""
+        known = self.known(model)
+        return known | self.inputs(known)
+
+    def known(self, model: Any) -> Inputs:
+        """Return the example inputs that stand beside the plan."""
+        known = example_inputs(model.transformer if isinstance(model, WithCache) else model)
+        assert known is not None
+        return known
+
+    def plan(self, model: Any) -> dict[str, Any]:
+        """Return the family's plan."""
+        prefix = "transformer." if isinstance(model, WithCache) else ""
+        return {prefix + key: style for key, style in family(self.name).PLAN.items()}
+
+
+class WithCache(nn.Module):
+    """Two steps of FLUX.2: the keys and values of 5 reference tokens are kept in the first and read in the second."""
+
+    def __init__(self, transformer: Any) -> None:
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(self, return_dict: bool = True, **inputs: Any) -> tuple[Tensor, Tensor]:
+        first, cache = self.transformer(
+            **inputs, kv_cache_mode="extract", num_ref_tokens=5, return_dict=False
+        )
+        inputs["hidden_states"], inputs["img_ids"] = inputs["hidden_states"][:, 5:], inputs["img_ids"][5:]
+        (second,) = self.transformer(**inputs, kv_cache_mode="cached", kv_cache=cache, return_dict=False)
+        return first, second
+
+
+def _with_cache(model: Any) -> WithCache:
+    from diffusers.models.transformers import transformer_flux2 as flux2
+
+    for block in model.transformer_blocks:
+        block.attn.set_processor(flux2.Flux2KVAttnProcessor())
+    for block in model.single_transformer_blocks:
+        block.attn.set_processor(flux2.Flux2KVParallelSelfAttnProcessor())
+    return WithCache(model)
+
+
+def _noise(*shape: int, seed: int = 11) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _residuals(count: int, width: int = 48, tokens: int = 15, batch: int = 3) -> list[Tensor]:
+    """Return what a ControlNet adds behind the blocks."""
+    return [_noise(batch, tokens, width, seed=seed) for seed in range(count)]
+
+
+def _left_out(*names: str) -> Callable[[Inputs], Inputs]:
+    return lambda known: dict.fromkeys(names)
+
+
+def _attention_mask(argument: str, tokens: int) -> Callable[[Inputs], Inputs]:
+    """Return attention arguments with a mask over all tokens that hides the first two of the last sample."""
+    mask = torch.ones(3, 1, 1, tokens, dtype=torch.bool)
+    mask[-1, ..., :2] = False
+    return lambda known: {argument: {"attention_mask": mask}}
+
+
+def _bias(*shape: int) -> Tensor:
+    """Return a mask as a number that is added to the scores: the last two tokens are hidden."""
+    bias = torch.zeros(shape)
+    bias[..., -2:] = -10000.0
+    return bias
+
+
+def _two_images(known: Inputs) -> Inputs:
+    return {"img_shapes": [[(1, 3, 3), (1, 3, 2)]] * 3}
+
+
+def _layers(known: Inputs) -> Inputs:
+    return _two_images(known) | {"additional_t_cond": torch.tensor([0, 1, 0])}
+
+
+def _captions(known: Inputs, length: int) -> list[Tensor]:
+    return [_noise(length, known["cap_feats"][0].shape[-1], seed=seed) for seed in range(len(known["x"]))]
+
+
+def _plain_image(known: Inputs) -> Inputs:
+    """Return inputs without clean images and features of them, for a Z-Image that edits."""
+    images = [pair[-1] for pair in known["x"]]
+    captions = [pair[-1] for pair in known["cap_feats"]]
+    return {"x": images, "cap_feats": captions, "siglip_feats": None, "image_noise_mask": None}
+
+
+def _no_clean_image(known: Inputs) -> Inputs:
+    return {"x": [[None, pair[-1]] for pair in known["x"]]}
+
+
+FLUX, FLUX2, QWEN = "FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel"
+SD3, LTX, ZIMAGE = "SD3Transformer2DModel", "LTXVideoTransformer3DModel", "ZImageTransformer2DModel"
+HUNYUAN, LUMINA = "HunyuanVideoTransformer3DModel", "Lumina2Transformer2DModel"
+COGVIDEOX = "CogVideoXTransformer3DModel"
+
+BRANCHES: dict[str, Branch] = {
+    "flux without guidance": Branch(FLUX, config={"guidance_embeds": False}),
+    "flux with ControlNet residuals": Branch(
+        FLUX,
+        lambda known: {
+            "controlnet_block_samples": _residuals(2),
+            "controlnet_single_block_samples": _residuals(1),
+        },
+    ),
+    "flux with repeated ControlNet residuals": Branch(
+        FLUX, lambda known: {"controlnet_block_samples": _residuals(2), "controlnet_blocks_repeat": True}
+    ),
+    "flux with an attention mask": Branch(FLUX, _attention_mask("joint_attention_kwargs", 22)),
+    "flux with an IP adapter": Branch(FLUX, prepare=lambda model: load_flux_adapters(model, (14,))),
+    "flux with two IP adapters": Branch(FLUX, prepare=load_flux_adapters),
+    "flux2 without guidance": Branch(FLUX2, config={"guidance_embeds": False}),
+    "flux2 with guidance left out": Branch(FLUX2, _left_out("guidance")),
+    "flux2 with an attention mask": Branch(FLUX2, _attention_mask("joint_attention_kwargs", 22)),
+    "flux2 with a cache of reference tokens": Branch(FLUX2, prepare=_with_cache),
+    "qwen-image without a mask": Branch(QWEN, _left_out("encoder_hidden_states_mask")),
+    "qwen-image with ControlNet residuals": Branch(
+        QWEN, lambda known: {"controlnet_block_samples": _residuals(2)}
+    ),
+    "qwen-image edit with a reference at time zero": Branch(QWEN, _two_images, {"zero_cond_t": True}),
+    "qwen-image layered": Branch(QWEN, _layers, {"use_additional_t_cond": True, "use_layer3d_rope": True}),
+    "sd3 with ControlNet residuals": Branch(
+        SD3, lambda known: {"block_controlnet_hidden_states": _residuals(2)}
+    ),
+    "sd3 with a skipped layer": Branch(SD3, lambda known: {"skip_layers": [1]}),
+    "sd3 with a chunked feed-forward": Branch(SD3, prepare=lambda model: model.enable_forward_chunking(1)),
+    "sd3 with an IP adapter": Branch(SD3, prepare=load_sd3_adapter),
+    "sd3 with an IP adapter and no image": Branch(
+        SD3, _left_out("joint_attention_kwargs"), prepare=load_sd3_adapter
+    ),
+    "ltx without a mask": Branch(LTX, _left_out("encoder_attention_mask")),
+    "ltx with a mask that is a bias": Branch(LTX, lambda known: {"encoder_attention_mask": _bias(3, 1, 7)}),
+    "ltx with a timestep for each token": Branch(
+        LTX, lambda known: {"timestep": torch.arange(3 * 45).view(3, 45)}
+    ),
+    "ltx without a scale of its positions": Branch(LTX, _left_out("rope_interpolation_scale")),
+    "ltx with given positions": Branch(
+        LTX,
+        lambda known: {
+            "video_coords": 20 * _noise(3, 3, 45).abs(),
+            **dict.fromkeys(("num_frames", "height", "width", "rope_interpolation_scale")),
+        },
+    ),
+    "hunyuan-video without guidance": Branch(HUNYUAN, config={"guidance_embeds": False}),
+    "hunyuan-video without padding": Branch(
+        HUNYUAN, lambda known: {"encoder_attention_mask": torch.ones(3, 7, dtype=torch.long)}
+    ),
+    "lumina2 without padding": Branch(
+        LUMINA, lambda known: {"encoder_attention_mask": torch.ones(3, 7, dtype=torch.bool)}
+    ),
+    "z-image with ControlNet residuals": Branch(
+        ZIMAGE, lambda known: {"controlnet_block_samples": {1: _noise(3, 96, 48)}}
+    ),
+    "z-image with texts of one length": Branch(ZIMAGE, lambda known: {"cap_feats": _captions(known, 7)}),
+    "z-image edit without features": Branch(
+        ZIMAGE, lambda known: {"siglip_feats": [None] * 3}, {"siglip_feat_dim": 28}
+    ),
+    "z-image edit of nothing": Branch(ZIMAGE, _plain_image, {"siglip_feat_dim": 28}),
+    "z-image edit without a clean image": Branch(
+        ZIMAGE, _no_clean_image, {"siglip_feat_dim": 28, "in_channels": 16}
+    ),
+    "cogvideox without an offset": Branch(COGVIDEOX, config={"ofs_embed_dim": None}),
+    "cogvideox without rotary positions": Branch(COGVIDEOX, _left_out("image_rotary_emb")),
+    "cogvideox with an attention mask": Branch(
+        COGVIDEOX, lambda known: {"attention_kwargs": {"attention_mask": _bias(3, 52)}}
+    ),
+}
+"""What may be given to a family and what may be left out, one at a time."""
