@@ -486,6 +486,19 @@ def test_infer_without_example_inputs_asks_for_them() -> None:
         infer(Mlp(), 2, small_input(Mlp))  # its Linears are in no list of blocks
 
 
+class Sized(nn.Module):
+    """Its default configuration is none: a size that has to be given."""
+
+    def __init__(self, size: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * size, 4)
+
+
+def test_class_without_a_default_configuration_asks_for_one() -> None:
+    with pytest.raises(ConfigError, match=r"Sized has no default configuration that works .*config\.json"):
+        infer(Sized)
+
+
 def test_class_by_name_is_its_tiny_configuration() -> None:
     found = infer("MiniMaxH3Transformer3DModel")
     assert found.plan == found_for("MiniMaxH3Transformer3DModel").plan
