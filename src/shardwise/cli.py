@@ -176,12 +176,15 @@ def verify(
 
 @main.command()
 @click.argument("model")
-@click.option("--infer", "by_dataflow", is_flag=True, help="Find a plan by dataflow, and say why.")
+@click.option("--infer", "find", is_flag=True, help="Find a plan, and say why.")
 @_tp(2)
 @click.option("--python", "as_python", is_flag=True, help="Print the plan only, as Python to paste.")
 @_as_json
-def plan(model: str, by_dataflow: bool, tp_degree: int, as_python: bool, as_json: bool) -> None:
-    """Print the plan of MODEL: the declared one, or with --infer one that is found without looking at a name.
+def plan(model: str, find: bool, tp_degree: int, as_python: bool, as_json: bool) -> None:
+    """Print the plan of MODEL: the declared one, or with --infer one that is found.
+
+    It is found by dataflow where example inputs are known for the class, without looking at a name; otherwise it is
+    derived from the names of modules, and marked unproved.
 
     MODEL is the name of a model class (for --infer its tiny configuration is used, if it has one), a folder or hub
     id with a config.json, or "embedded" for the model that comes with shardwise.
@@ -189,15 +192,14 @@ def plan(model: str, by_dataflow: bool, tp_degree: int, as_python: bool, as_json
     Exits 1 if there is no plan at this degree, 2 if the question is wrong.
     """
     from shardwise.models.inference import declared, infer
-    from shardwise.plan.infer import plan_as_python
 
     with _exit_codes():
         named = str(_embedded()) if model == "embedded" else model
-        found = infer(named, tp_degree) if by_dataflow else declared(named, tp_degree)
+        found = infer(named, tp_degree) if find else declared(named, tp_degree)
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        click.echo(plan_as_python(found.plan) if as_python else str(found))
+        click.echo(found.as_python() if as_python else str(found))
 
 
 def _embedded() -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import pytest
@@ -27,9 +26,10 @@ from shardwise.plan.repair import (
     ShardToo,
     SplitView,
 )
-from shardwise.plan.resolve import ResolvedPlan, resolve
+from shardwise.plan.resolve import resolve
 from shardwise.plan.rules import RULES
-from tests.helpers import FAMILIES, family, tiny_inputs, tiny_model
+from tests.found_plans import BEYOND, VARIANTS, Difference, difference, inferred_for
+from tests.helpers import FAMILIES, tiny_model
 from tests.small_models import Mlp, small_input
 
 WIDTH = 16
@@ -410,50 +410,19 @@ def test_nothing_to_shard_is_an_error() -> None:
 
 # --- the declared plans ------------------------------------------------------------------------------------------
 
-EXTRA: dict[str, dict[str, str]] = {
-    # Modulations that read the timestep embedding: large at full size, and always right to split. The declared
-    # plans leave them whole, as diffusers' own do, and save the all-reduce.
-    "FluxTransformer2DModel": dict.fromkeys(
-        (
-            "transformer_blocks.*.norm1.linear",
-            "transformer_blocks.*.norm1_context.linear",
-            "single_transformer_blocks.*.norm.linear",
-        ),
-        "rowwise_split_input",
-    ),
-    "QwenImageTransformer2DModel": dict.fromkeys(
-        ("transformer_blocks.*.img_mod.1", "transformer_blocks.*.txt_mod.1"), "rowwise_split_input"
-    ),
-    # The modulation of two refiner blocks out of sixty: the declared plan does not bother.
-    "HunyuanVideoTransformer3DModel": {
-        "context_embedder.token_refiner.refiner_blocks.*.norm_out.linear": "rowwise_split_input"
-    },
-}
-"""What inference plans beyond the declared plan of a class. Nothing is planned otherwise, and nothing less."""
 
-
-@cache
-def found_for(name: str) -> Inferred:
-    return infer(tiny_model(name), example_inputs=tiny_inputs(name))
-
-
-def meaning(plan: ResolvedPlan) -> tuple[Any, Any]:
-    """Return what a plan does to a model: the layout of each parameter, and each attribute it divides."""
-    return dict(plan.layouts), {m.path: dict(m.attributes) for m in plan.modules if m.attributes}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_declared_plan_is_found_by_dataflow(name: str) -> None:
-    model, found = tiny_model(name), found_for(name)
-    expected = resolve(model, {**family(name).PLAN, **EXTRA.get(name, {})}, 2)
-    assert meaning(resolve(model, found.plan, 2)) == meaning(expected)
+    found = inferred_for(name)
+    assert difference(name, found.plan) == Difference(more=BEYOND.get(name, ()))
     assert found.report.ok
+    assert found.proved
     assert not found.whole
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_groups_add_up_to_the_plan(name: str) -> None:
-    found = found_for(name)
+    found = inferred_for(name)
     entries = {key: style for group in found.groups for key, style in group.entries.items()}
     counted = {key for key, style in entries.items() if isinstance(style, DivideAttributes)}
     assert {key: entries[key] for key in entries if key not in counted - set(found.plan)} == found.plan
@@ -462,15 +431,15 @@ def test_groups_add_up_to_the_plan(name: str) -> None:
 
 
 def test_python_that_is_printed_is_the_plan() -> None:
-    found = found_for("LTXVideoTransformer3DModel")
-    for result in (found, found_for("Flux2Transformer2DModel"), inferred(Grouped)):
+    found = inferred_for("LTXVideoTransformer3DModel")
+    for result in (found, inferred_for("Flux2Transformer2DModel"), inferred(Grouped)):
         names: dict[str, Any] = {name: getattr(shardwise, name) for name in shardwise.__all__}
         exec(result.as_python(), names)
         assert names["_tp_plan"] == result.plan
 
 
 def test_report_gives_each_group_its_reason() -> None:
-    text = str(found_for("LTXVideoTransformer3DModel"))
+    text = str(inferred_for("LTXVideoTransformer3DModel"))
     assert "transformer_blocks.*.attn1.to_q: saves" in text
     assert 'transformer_blocks.*.attn1.norm_q "across_head_norm": rms_norm normalises' in text
     assert "the plan is right at tp_degree 2" in text
@@ -479,26 +448,38 @@ def test_report_gives_each_group_its_reason() -> None:
 # --- the call and the command ------------------------------------------------------------------------------------
 
 
-def test_infer_without_example_inputs_asks_for_them() -> None:
-    with pytest.raises(ConfigError, match="example_inputs"):
-        infer(Mlp())
+def test_linears_in_no_list_of_blocks_are_not_planned() -> None:
     with pytest.raises(PlanError, match="shards no weight"):
-        infer(Mlp(), 2, small_input(Mlp))  # its Linears are in no list of blocks
+        infer(Mlp(), 2, small_input(Mlp))
+
+
+class Sized(nn.Module):
+    """Its default configuration is none: a size that has to be given."""
+
+    def __init__(self, size: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * size, 4)
+
+
+def test_class_without_a_default_configuration_asks_for_one() -> None:
+    with pytest.raises(ConfigError, match=r"Sized has no default configuration that works .*config\.json"):
+        infer(Sized)
 
 
 def test_class_by_name_is_its_tiny_configuration() -> None:
     found = infer("MiniMaxH3Transformer3DModel")
-    assert found.plan == found_for("MiniMaxH3Transformer3DModel").plan
+    assert found.plan == inferred_for("MiniMaxH3Transformer3DModel").plan
 
 
 def test_command_prints_an_inferred_plan_as_python_and_as_json() -> None:
     command = ["plan", "WanTransformer3DModel", "--infer"]
     python = CliRunner().invoke(main, [*command, "--python"])
     assert python.exit_code == 0, python.output
-    assert python.output == found_for("WanTransformer3DModel").as_python() + "\n"
+    assert python.output == inferred_for("WanTransformer3DModel").as_python() + "\n"
     report = json.loads(CliRunner().invoke(main, [*command, "--json"]).output)
     assert report["plan"]["blocks.*.attn1.norm_q"] == "across_head_norm"
     assert report["check"]["ok"] is True
+    assert report["proved"] is True
 
 
 def test_command_prints_a_declared_plan() -> None:

@@ -1,4 +1,4 @@
-"""Inference of a plan, wired to what is known of models: the call that users make."""
+"""Finding a plan, wired to what is known of models: the call that users make."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.errors import ConfigError
 from shardwise.models import FAMILIES
 from shardwise.models.lookup import example_inputs as known_inputs
 from shardwise.models.lookup import family_of, model_class, skeleton
 from shardwise.models.planning import declared_plan
-from shardwise.plan.files import style_to_json
+from shardwise.plan.candidate import Candidate, candidate
+from shardwise.plan.files import plan_as_python, style_to_json
 from shardwise.plan.infer import Inferred, infer_plan
 from shardwise.plan.resolve import Plan, resolve
 from shardwise.plan.styles import as_style
 from shardwise.runtime.shard import localized_twin
 
 
-def infer(model_or_class: Any, degree: int = 2, example_inputs: Mapping[str, Any] | None = None) -> Inferred:
-    """Find a plan by dataflow, without reading or allocating a weight, and without looking at a name.
+def infer(
+    model_or_class: Any, degree: int = 2, example_inputs: Mapping[str, Any] | None = None
+) -> Inferred | Candidate:
+    """Find a plan without reading or allocating a weight: by dataflow, or from names where no inputs are known.
+
+    With example inputs no name is looked at, and the static check finds nothing in the plan: `.proved` is True.
+    Without, the plan is a candidate derived from the names of modules, and `.proved` is False.
 
     Args:
         model_or_class: A model, a model class or its name (its tiny configuration, where `shardwise.models` has
@@ -30,19 +35,16 @@ def infer(model_or_class: Any, degree: int = 2, example_inputs: Mapping[str, Any
 
     Returns:
         The plan as `.plan`, with the reason of each of its groups and of what stays whole; `.as_python()` gives it
-        as source code. The static check finds nothing in it.
+        as source code.
 
     Raises:
-        ConfigError: nothing is known by this name, or there are no example inputs for it.
+        ConfigError: nothing is known by this name.
         PlanError: nothing can be sharded, or the degree does not divide the model's heads.
     """
     model = skeleton(model_or_class, **_tiny(model_or_class)).eval()
     inputs = example_inputs if example_inputs is not None else known_inputs(model)
     if inputs is None:
-        raise ConfigError(
-            f"no example inputs are known for {type(model).__name__}, and a plan is found by running it: "
-            "pass example_inputs"
-        )
+        return candidate(model, degree)
     return infer_plan(model, inputs, degree, localized_twin)
 
 
@@ -66,6 +68,10 @@ class Declared:
     plan: Plan
     matches: Mapping[str, int]
     degree: int
+
+    def as_python(self) -> str:
+        """Return the plan as source code."""
+        return plan_as_python(self.plan)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain data that `json` can write; a function is written by its name."""

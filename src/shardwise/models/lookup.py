@@ -51,7 +51,7 @@ def skeleton(target: Any, **overrides: Any) -> nn.Module:
         overrides: Changes of the configuration.
 
     Raises:
-        ConfigError: nothing is known by this name.
+        ConfigError: nothing is known by this name, or the class cannot be made with its default configuration.
     """
     if isinstance(target, nn.Module):
         from shardwise.runtime.shard import meta_twin
@@ -61,7 +61,20 @@ def skeleton(target: Any, **overrides: Any) -> nn.Module:
     if isinstance(target, (str, Path)):
         target, config = _named(str(target))
     with meta_parameters():
-        return target.from_config({**config, **overrides}) if config else target(**overrides)  # type: ignore[no-any-return]
+        if config:
+            return target.from_config({**config, **overrides})  # type: ignore[no-any-return]
+        return target(**overrides) if overrides else _with_defaults(target)
+
+
+def _with_defaults(cls: type[Any]) -> nn.Module:
+    """Return a model of a class in its default configuration."""
+    try:
+        return cls()  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:  # what None does where a size is needed
+        raise ConfigError(
+            f"{cls.__name__} has no default configuration that works ({error}): "
+            "pass a model, or a folder or hub id with a config.json"
+        ) from error
 
 
 def _named(name: str) -> tuple[type[Any], Mapping[str, Any]]:

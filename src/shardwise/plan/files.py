@@ -1,4 +1,6 @@
-"""Plans as JSON files: module pattern -> style name, or an object that names a style and its arguments.
+"""Plans as text: JSON files, and Python source.
+
+A file maps a module pattern to a style name, or an object that names a style and its arguments.
 
     {
       "blocks.*.attn.to_q": "colwise",
@@ -20,7 +22,7 @@ from typing import Any
 from shardwise.errors import ConfigError, Finding, PlanError
 from shardwise.plan import styles
 from shardwise.plan.resolve import Plan
-from shardwise.plan.styles import STYLES, Style
+from shardwise.plan.styles import STYLES, Style, as_style
 
 _IF_PRESENT = "if_present"
 
@@ -137,6 +139,12 @@ def style_to_json(style: object) -> object:
         raise TypeError(f"{style!r} is not a style")
     values = {p.name: getattr(style, p.name) for p in _parameters(cls)}
     return {"style": name, **{name: value for name, value in values.items() if value is not None}}
+
+
+def plan_as_python(plan: Plan) -> str:
+    """Return a plan as source code: the assignment that declares it on a class."""
+    lines = [f"    {json.dumps(key)}: {as_style(style).label}," for key, style in plan.items()]
+    return "\n".join(["_tp_plan = {", *lines, "}"])
 
 
 def _parameters(cls: type[Style]) -> Iterator[inspect.Parameter]:

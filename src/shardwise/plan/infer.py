@@ -10,29 +10,22 @@ The search runs on few blocks (`plan.subject`), and what it finds is checked on 
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.check import CheckReport, Localize, check_plan
-from shardwise.plan.files import style_to_json
+from shardwise.plan.files import plan_as_python, style_to_json
 from shardwise.plan.layout import Shard
 from shardwise.plan.linears import ColwiseParallel, RowwiseParallel
 from shardwise.plan.mend import Entries, Taken, divide, mend
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
 from shardwise.plan.styles import DivideAttributes, as_style
-from shardwise.plan.subject import DeadEnd, Subject, shortened
-
-LARGE = 0.001
-"""Share of the model's weights from which a Linear left whole is worth an all-reduce of its own in each block.
-
-Below it a rank would save less than a thousandth of the model, and pay a collective per block for that.
-"""
+from shardwise.plan.subject import LARGE, DeadEnd, Subject, shortened
 
 MOST_REPAIRS = 40
 """A group that needs more repairs than this is given up; attention with norms over all heads needs five."""
@@ -82,6 +75,7 @@ class Inferred:
         report: What the check says of the plan on the whole model; always without findings.
         checks: How many plans were tried.
         seconds: What it took.
+        proved: True: the check has followed it through the model's forward.
     """
 
     plan: Plan
@@ -90,6 +84,7 @@ class Inferred:
     report: CheckReport
     checks: int = 0
     seconds: float = 0.0
+    proved: ClassVar[bool] = True
 
     def as_python(self) -> str:
         """Return the plan as source code, ready to paste into a class."""
@@ -98,6 +93,7 @@ class Inferred:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain data that `json` can write."""
         return {
+            "proved": self.proved,
             "plan": {key: style_to_json(style) for key, style in self.plan.items()},
             "groups": [
                 {
@@ -122,12 +118,6 @@ class Inferred:
         return "\n".join([*map(str, self.groups), *whole, end])
 
 
-def plan_as_python(plan: Plan) -> str:
-    """Return a plan as source code: the assignment that declares it on a class."""
-    lines = [f"    {json.dumps(key)}: {as_style(style).label}," for key, style in plan.items()]
-    return "\n".join(["_tp_plan = {", *lines, "}"])
-
-
 def infer_plan(model: nn.Module, inputs: Mapping[str, Any], degree: int, localize: Localize) -> Inferred:
     """Find a plan for a model by dataflow.
 
@@ -145,7 +135,7 @@ def infer_plan(model: nn.Module, inputs: Mapping[str, Any], degree: int, localiz
     search = _Search(shortened(whole))
     search.run()
     groups = tuple(_measured(whole, group) for group in search.groups)
-    plan = _in_order(whole, search.plan)
+    plan = whole.in_order(search.plan)
     plan, report = _settled(model, whole, plan)
     checks, seconds = search.subject.checks, time.perf_counter() - start
     return Inferred(plan, groups, _unplanned(whole, search), report, checks, seconds)
@@ -241,7 +231,7 @@ class _Search:
         """Let each large Linear that is left whole, and reads a whole input, split its input."""
         weights = sum(p.numel() for p in self.subject.model.parameters())
         for key in self.subject.order:
-            if key in self.plan or _weights(self.subject, key) < LARGE * weights:
+            if key in self.plan or self.subject.weights(key) < LARGE * weights:
                 continue
             entries = {key: "rowwise_split_input"}
             try:
@@ -287,18 +277,6 @@ def _measured(whole: Subject, group: Group) -> Group:
     return _group(whole, group.seed, group.entries, group.steps)
 
 
-def _weights(subject: Subject, key: str) -> int:
-    """Return how many numbers the weights of all Linears of a pattern hold."""
-    modules = (m for path, m in subject.modules.items() if subject.pattern(path) == key)
-    return sum(p.numel() for m in modules for p in m.parameters())
-
-
-def _in_order(subject: Subject, plan: Entries) -> dict[str, object]:
-    """Return a plan in the order of the model's modules."""
-    places = {subject.pattern(path): i for i, path in reversed(list(enumerate(subject.modules)))}
-    return {key: plan[key] for key in sorted(plan, key=lambda key: places[key])}
-
-
 def _unplanned(whole: Subject, search: _Search) -> dict[str, str]:
     """Return why each Linear in a block list that is not planned stays whole."""
     unseen = "the example inputs do not reach it"
@@ -324,7 +302,7 @@ def _settled(model: nn.Module, whole: Subject, found: Entries) -> tuple[dict[str
         try:
             report = check_plan(model, resolve(model, plan, whole.degree), whole.inputs, whole.localize)
             if report.ok:
-                return _in_order(whole, plan), report
+                return whole.in_order(plan), report
             error = PlanError(report.findings, f"{type(model).__name__}: the plan that was inferred")
         except PlanError as refused:
             error = refused

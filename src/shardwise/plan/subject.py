@@ -3,6 +3,8 @@
 Owns the model that plans are tried on: a copy without weights in which each list of blocks is shortened to one
 block of each kind, so that a trial costs a second also for sixty blocks. What is found there is proved on the
 whole model by `plan.infer`. Assumes parameters on the meta device.
+
+Its `Outline`, which needs no forward, is all that `plan.candidate` has of a model.
 """
 
 from __future__ import annotations
@@ -20,33 +22,26 @@ from shardwise.plan.check import CheckReport, Localize, check_plan
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
 from shardwise.plan.trace import quiet_forward
 
+LARGE = 0.001
+"""Share of the model's weights from which a Linear left whole is worth an all-reduce of its own in each block.
+
+Below it a rank would save less than a thousandth of the model, and pay a collective per block for that.
+"""
+
 
 class DeadEnd(Exception):
     """A trial that no repair saves; its text is the reason."""
 
 
 @dataclass
-class Subject:
-    """A model on which plans are tried.
+class Outline:
+    """The modules of a model, its lists of blocks, and how paths become patterns.
 
     Attributes:
-        model: Without weights, and the subject's own.
-        inputs: Keyword arguments of its forward.
-        degree: Number of ranks.
-        localize: Builds a rank's part of it, for the second pass of the check.
-        order: Patterns of the Linears in its block lists, in the order in which the forward calls them.
-        checks: How many trials have been made.
+        model: With or without weights; not changed.
     """
 
     model: nn.Module
-    inputs: Mapping[str, Any]
-    degree: int
-    localize: Localize
-    order: tuple[str, ...] = field(default=(), init=False)
-    checks: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.order = self._run()
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -70,8 +65,11 @@ class Subject:
     @cached_property
     def candidates(self) -> tuple[str, ...]:
         """Patterns of the Linears that a plan may shard: those in a list of blocks."""
-        starts = tuple(f"{path}." for path in self.lists)
-        return tuple(key for key, path in self.linears.items() if path.startswith(starts))
+        return tuple(key for key, path in self.linears.items() if self.in_a_block(path))
+
+    def in_a_block(self, path: str) -> bool:
+        """Return whether a module is in a list of blocks."""
+        return path.startswith(tuple(f"{start}." for start in self.lists))
 
     def pattern(self, path: str) -> str:
         """Return a path with its index in a list of blocks replaced by `*`."""
@@ -83,9 +81,50 @@ class Subject:
 
     def linear(self, key: str) -> nn.Linear:
         """Return the first Linear that a pattern matches."""
-        module = self.modules[self.linears[key]]
+        return self.linear_at(self.linears[key])
+
+    def linear_at(self, path: str) -> nn.Linear:
+        """Return the Linear at a path."""
+        module = self.modules[path]
         assert isinstance(module, nn.Linear)
         return module
+
+    def weights(self, key: str) -> int:
+        """Return how many numbers the parameters of all modules of a pattern hold."""
+        modules = (m for path, m in self.modules.items() if self.pattern(path) == key)
+        return sum(p.numel() for m in modules for p in m.parameters())
+
+    def in_order(self, plan: Plan) -> dict[str, object]:
+        """Return a plan in the order of the model's modules."""
+        return {key: plan[key] for key in sorted(plan, key=self.places.__getitem__)}
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Pattern -> where the first module that it matches stands among the modules."""
+        return {self.pattern(path): i for i, path in reversed(list(enumerate(self.modules)))}
+
+
+@dataclass
+class Subject(Outline):
+    """A model on which plans are tried.
+
+    Attributes:
+        model: Without weights, and the subject's own.
+        inputs: Keyword arguments of its forward.
+        degree: Number of ranks.
+        localize: Builds a rank's part of it, for the second pass of the check.
+        order: Patterns of the Linears in its block lists, in the order in which the forward calls them.
+        checks: How many trials have been made.
+    """
+
+    inputs: Mapping[str, Any]
+    degree: int
+    localize: Localize
+    order: tuple[str, ...] = field(default=(), init=False)
+    checks: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.order = self._run()
 
     def resolve(self, plan: Plan) -> ResolvedPlan:
         """Return what a plan means, without the guards: attributes are divided where the plan says so.
