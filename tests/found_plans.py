@@ -34,23 +34,6 @@ THIRTEEN = (
 )
 """Eleven families in their tiny configuration, and two variants: `Class` or `Class:variant`."""
 
-BEYOND: dict[str, tuple[str, ...]] = {
-    # Modulations that read the timestep embedding: large at full size, and always right to split. The declared
-    # plans leave them whole, as diffusers' own do, and save the all-reduce.
-    "FluxTransformer2DModel": (
-        "single_transformer_blocks.*.norm.linear",
-        "transformer_blocks.*.norm1.linear",
-        "transformer_blocks.*.norm1_context.linear",
-    ),
-    "QwenImageTransformer2DModel": (
-        "transformer_blocks.*.img_mod.1",
-        "transformer_blocks.*.txt_mod.1",
-    ),
-    # The modulation of two refiner blocks out of sixty: the declared plan does not bother.
-    "HunyuanVideoTransformer3DModel": ("context_embedder.token_refiner.refiner_blocks.*.norm_out.linear",),
-}
-"""What splits its input in a plan that is found, and is whole in the declared one. Nothing else differs."""
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -144,21 +144,19 @@ def test_static_check_foresees_the_all_reduces(two_ranks: Pool, proofs: Any, nam
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # Blocks of each kind, times their rowwise Linears and norms over all heads.
-        ("CogVideoXTransformer3DModel", 2 * (2 + 2)),  # attention and ff; 2 modulations
-        ("FluxTransformer2DModel", 2 * 4 + 2 * 1),  # double: 2 attention and 2 ff outputs; single: 1
-        ("Flux2Transformer2DModel", 2 * 4 + 2 * 1),
-        ("HunyuanVideoTransformer3DModel", 2 * (4 + 2) + 2 * (1 + 1) + 1 * 2),  # double, single, refiner
-        ("LTXVideoTransformer3DModel", 2 * (3 + 4)),  # 2 attentions and ff; 4 norms
+        # Blocks of each kind, times their rowwise Linears and norms over all heads; lone projections outside.
+        ("CogVideoXTransformer3DModel", 2 * (2 + 2) + 2),  # attention and ff; 2 modulations
+        ("FluxTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 2),  # double: 2 outputs of each stream; single
+        ("Flux2Transformer2DModel", 2 * 4 + 2 * 1 + 7),
+        ("HunyuanVideoTransformer3DModel", 2 * (4 + 2) + 2 * (1 + 1) + 1 * 3 + 1),  # double, single, refiner
+        ("LTXVideoTransformer3DModel", 2 * (3 + 4) + 4),  # 2 attentions and ff; 4 norms
         ("Lumina2Transformer2DModel", 2 * (2 + 1) + 1 * (2 + 1) + 1 * 2),  # blocks, noise and text refiner
         ("MiniMaxH3Transformer3DModel", 2 * 2 + 2 * (2 + 1)),  # refiner; blocks with a modulation
-        ("QwenImageTransformer2DModel", 2 * 4),
-        (
-            "SD3Transformer2DModel",
-            (5 + 2) + (4 + 2) + (2 + 2),
-        ),  # with two attentions; usual; last, without text
-        ("WanTransformer3DModel", 2 * (3 + 4)),
-        ("ZImageTransformer2DModel", 2 * (2 + 1) + 1 * (2 + 1) + 1 * 2),
+        ("QwenImageTransformer2DModel", 2 * (4 + 2)),
+        # With two attentions; usual; last, without text.
+        ("SD3Transformer2DModel", (5 + 2) + (4 + 2) + (2 + 2) + 5),
+        ("WanTransformer3DModel", 2 * (3 + 4) + 4),
+        ("ZImageTransformer2DModel", 2 * (2 + 1) + 1 * (2 + 1) + 1 * 2 + 1),
     ],
 )
 def test_P6_one_all_reduce_for_each_rowwise_layer_and_norm_over_all_heads(

@@ -28,7 +28,7 @@ from shardwise.plan.repair import (
 )
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rules import RULES
-from tests.found_plans import BEYOND, VARIANTS, Difference, difference, inferred_for
+from tests.found_plans import VARIANTS, Difference, difference, inferred_for
 from tests.helpers import FAMILIES, tiny_model
 from tests.small_models import Mlp, small_input
 
@@ -414,7 +414,7 @@ def test_nothing_to_shard_is_an_error() -> None:
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_declared_plan_is_found_by_dataflow(name: str) -> None:
     found = inferred_for(name)
-    assert difference(name, found.plan) == Difference(more=BEYOND.get(name, ()))
+    assert difference(name, found.plan) == Difference()
     assert found.report.ok
     assert found.proved
     assert not found.whole

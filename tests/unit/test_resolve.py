@@ -1,6 +1,7 @@
 """Resolving a plan: patterns to modules to layouts, every fault of a plan at once, and no change to the model."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
@@ -10,9 +11,12 @@ from torch import nn
 from shardwise.errors import Finding, PlanError
 from shardwise.plan.layout import Replicated, Shard
 from shardwise.plan.meta import meta_parameters
-from shardwise.plan.resolve import ResolvedPlan, resolve
+from shardwise.plan.resolve import ResolvedPlan, pattern_of, resolve
 from shardwise.plan.styles import DivideAttributes, PackedColwiseParallel, PackedRowwiseParallel
+from shardwise.plan.subject import LARGE
 from tests.helpers import FAMILIES, family
+
+SPLIT = '"rowwise_split_input"'
 
 PLAN = {
     "blocks.*.attn.to_q": "colwise",
@@ -246,6 +250,22 @@ def test_P11_shipped_plan_fits_its_models_and_every_key_is_used_in_one(name: str
     assert used == set(module.PLAN)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_P10_lone_projection_is_split_if_it_holds_a_thousandth_of_the_default_model(name: str) -> None:
+    module = family(name)
+    with meta_parameters():
+        model = getattr(module, name)()
+    modules = dict(model.named_modules())
+    labels = {m.path: m.style.label for m in resolve(model, module.PLAN, 1).modules if m.layouts}
+    lone: Counter[str] = Counter()
+    for path, linear in modules.items():
+        if isinstance(linear, nn.Linear) and labels.get(path, SPLIT) == SPLIT:
+            lone[pattern_of(modules, path)] += sum(p.numel() for p in linear.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    split = {pattern_of(modules, path) for path, label in labels.items() if label == SPLIT}
+    assert split == {key for key, size in lone.items() if size >= LARGE * total}
+
+
 # ---------------------------------------------------------------- divisibility, and all faults at once
 
 
@@ -270,10 +290,19 @@ def test_E5_columns_of_a_packed_rowwise_weight_are_counted_as_columns() -> None:
     assert finding.message == "block 1 of 2 has 6 columns; 6 is not divisible by tp_degree 13"
 
 
+def test_P5_lone_projection_stays_whole_where_the_degree_does_not_divide_its_input() -> None:
+    others = {"sequence.0": "colwise"}
+    found = resolve(Model(), {**others, "modulation": "rowwise_split_input"}, 16)  # of 8 columns
+    assert found.layouts == {"sequence.0.weight": Shard(0, (16,)), "sequence.0.bias": Shard(0, (16,))}
+    assert [m.path for m in found.modules] == ["sequence.0"]
+    (finding,) = findings({**others, "modulation": "rowwise"}, 16)
+    assert (finding.kind, finding.module) == ("IndivisibleBlock", "modulation")
+
+
 def test_L2_E4_degrees_that_fit_divide_heads_and_blocks_of_the_whole_plan() -> None:
     with pytest.raises(PlanError) as caught:
         resolve(Model(heads=12), PLAN, 16)
-    assert caught.value.degrees == (1, 2, 4)  # heads 12, widths 24, 32 and 8
+    assert caught.value.degrees == (1, 2, 4)  # heads 12, widths 24 and 32
     for degree in range(1, 13):
         fits = degree in caught.value.degrees
         assert fits or findings(PLAN, degree, Model(heads=12))

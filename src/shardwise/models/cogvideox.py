@@ -17,14 +17,16 @@ PLAN = {
     "transformer_blocks.*.attn1.to_out.0": "rowwise",
     "transformer_blocks.*.ff.net.0.proj": "colwise",
     "transformer_blocks.*.ff.net.2": "rowwise",
-    # Read the timestep embedding, which is whole, and their outputs are used whole by every rank.
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
+    "patch_embed.text_proj": "rowwise_split_input",
     "transformer_blocks.*.norm1.linear": "rowwise_split_input",
     "transformer_blocks.*.norm2.linear": "rowwise_split_input",
+    "norm_out.linear": "rowwise_split_input",
 }
 
 
 class CogVideoXTransformer3DModel(TensorParallelMixin, _CogVideoXTransformer3DModel):  # type: ignore[misc]
-    """The transformer of CogVideoX, with tensor parallelism. Heads: 30 or 48; whole: embeddings, norms."""
+    """The transformer of CogVideoX, with tensor parallelism. Heads: 30 or 48; whole: small embeddings, norms."""
 
     _tp_plan = PLAN
 

@@ -30,11 +30,17 @@ PLAN = {
     "single_transformer_blocks.*.proj_mlp": "colwise",
     # Reads cat(attention, mlp): the model stores both widths on the Linear.
     "single_transformer_blocks.*.proj_out": PackedRowwiseParallel(),
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
+    "context_embedder": "rowwise_split_input",
+    "transformer_blocks.*.norm1.linear": "rowwise_split_input",
+    "transformer_blocks.*.norm1_context.linear": "rowwise_split_input",
+    "single_transformer_blocks.*.norm.linear": "rowwise_split_input",
+    "norm_out.linear": "rowwise_split_input",
 }
 
 
 class FluxTransformer2DModel(TensorParallelMixin, _FluxTransformer2DModel):  # type: ignore[misc]
-    """The transformer of FLUX.1, with tensor parallelism. Heads: 24; whole: embeddings, modulations, norms."""
+    """The transformer of FLUX.1, with tensor parallelism. Heads: 24; whole: small embeddings, norms."""
 
     _tp_plan = PLAN
 

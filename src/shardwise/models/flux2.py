@@ -9,7 +9,7 @@ import torch
 from diffusers import Flux2Transformer2DModel as _Flux2Transformer2DModel
 
 from shardwise.models.mixin import TensorParallelMixin
-from shardwise.plan.styles import PackedColwiseParallel, PackedRowwiseParallel
+from shardwise.plan.styles import IfPresent, PackedColwiseParallel, PackedRowwiseParallel
 
 PLAN = {
     "transformer_blocks.*.attn.to_q": "colwise",
@@ -27,11 +27,19 @@ PLAN = {
     # q, k, v, gate, up in; cat(attention, mlp) out: the widths follow the config, the model stores them.
     "single_transformer_blocks.*.attn.to_qkv_mlp_proj": PackedColwiseParallel(),
     "single_transformer_blocks.*.attn.to_out": PackedRowwiseParallel(),
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
+    "time_guidance_embed.timestep_embedder.linear_2": "rowwise_split_input",
+    "time_guidance_embed.guidance_embedder.linear_2": IfPresent("rowwise_split_input"),
+    "double_stream_modulation_img.linear": "rowwise_split_input",
+    "double_stream_modulation_txt.linear": "rowwise_split_input",
+    "single_stream_modulation.linear": "rowwise_split_input",
+    "context_embedder": "rowwise_split_input",
+    "norm_out.linear": "rowwise_split_input",
 }
 
 
 class Flux2Transformer2DModel(TensorParallelMixin, _Flux2Transformer2DModel):  # type: ignore[misc]
-    """The transformer of FLUX.2, with tensor parallelism. Heads: 48 (dev); whole: embeddings, modulations, norms."""
+    """The transformer of FLUX.2, with tensor parallelism. Heads: 48 (dev); whole: small embeddings, norms."""
 
     _tp_plan = PLAN
 

@@ -45,10 +45,12 @@ PLAN = {
     "single_transformer_blocks.*.attn.to_v": "colwise",
     "single_transformer_blocks.*.proj_mlp": "colwise",
     "single_transformer_blocks.*.proj_out": PackedRowwiseParallel(attention_and_mlp),
-    # Read the timestep embedding, which is whole, and their outputs are used whole by every rank.
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
+    "context_embedder.token_refiner.refiner_blocks.*.norm_out.linear": "rowwise_split_input",
     "transformer_blocks.*.norm1.linear": "rowwise_split_input",
     "transformer_blocks.*.norm1_context.linear": "rowwise_split_input",
     "single_transformer_blocks.*.norm.linear": "rowwise_split_input",
+    "norm_out.linear": "rowwise_split_input",
 }
 
 

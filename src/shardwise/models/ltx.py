@@ -28,11 +28,16 @@ PLAN = {
     "transformer_blocks.*.attn2.to_out.0": "rowwise",
     "transformer_blocks.*.ff.net.0.proj": "colwise",
     "transformer_blocks.*.ff.net.2": "rowwise",
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
+    "time_embed.emb.timestep_embedder.linear_2": "rowwise_split_input",
+    "time_embed.linear": "rowwise_split_input",
+    "caption_projection.linear_1": "rowwise_split_input",
+    "caption_projection.linear_2": "rowwise_split_input",
 }
 
 
 class LTXVideoTransformer3DModel(TensorParallelMixin, _LTXVideoTransformer3DModel):  # type: ignore[misc]
-    """The transformer of LTX-Video, with tensor parallelism. Heads: 32; whole: embeddings, tables, block norms."""
+    """The transformer of LTX-Video, with tensor parallelism. Heads: 32; whole: small embeddings, tables, norms."""
 
     _tp_plan = PLAN
 

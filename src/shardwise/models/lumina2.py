@@ -32,7 +32,7 @@ PLAN = {
     "layers.*.feed_forward.linear_1": "colwise",
     "layers.*.feed_forward.linear_3": "colwise",
     "layers.*.feed_forward.linear_2": "rowwise",
-    # Read the timestep embedding, which is whole, and their outputs are used whole by every rank.
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
     "noise_refiner.*.norm1.linear": "rowwise_split_input",
     "layers.*.norm1.linear": "rowwise_split_input",
 }

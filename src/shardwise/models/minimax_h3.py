@@ -25,7 +25,7 @@ PLAN = {
     "transformer_blocks.*.attn.to_out.0": "rowwise",
     "transformer_blocks.*.ff.net.0.proj": PackedColwiseParallel([1, 1]),
     "transformer_blocks.*.ff.net.2": "rowwise",
-    # Reads the timestep embedding, which is whole, and its output is used whole by every rank.
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
     "transformer_blocks.*.adaln_proj.linear": "rowwise_split_input",
 }
 

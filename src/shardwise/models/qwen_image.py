@@ -23,11 +23,14 @@ PLAN = {
     "transformer_blocks.*.img_mlp.net.2": "rowwise",
     "transformer_blocks.*.txt_mlp.net.0.proj": "colwise",
     "transformer_blocks.*.txt_mlp.net.2": "rowwise",
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
+    "transformer_blocks.*.img_mod.1": "rowwise_split_input",
+    "transformer_blocks.*.txt_mod.1": "rowwise_split_input",
 }
 
 
 class QwenImageTransformer2DModel(TensorParallelMixin, _QwenImageTransformer2DModel):  # type: ignore[misc]
-    """The transformer of Qwen-Image, with tensor parallelism. Heads: 24; whole: embeddings, modulations, norms."""
+    """The transformer of Qwen-Image, with tensor parallelism. Heads: 24; whole: embeddings, norms."""
 
     _tp_plan = PLAN
 

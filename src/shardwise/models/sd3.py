@@ -29,14 +29,19 @@ PLAN = {
     "transformer_blocks.*.ff.net.2": "rowwise",
     "transformer_blocks.*.ff_context.net.0.proj": "colwise",  # not in the last block
     "transformer_blocks.*.ff_context.net.2": "rowwise",
-    # Read the timestep embedding, which is whole, and their outputs are used whole by every rank.
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
+    "time_text_embed.timestep_embedder.linear_2": "rowwise_split_input",
+    "time_text_embed.text_embedder.linear_1": "rowwise_split_input",
+    "time_text_embed.text_embedder.linear_2": "rowwise_split_input",
+    "context_embedder": "rowwise_split_input",
     "transformer_blocks.*.norm1.linear": "rowwise_split_input",
     "transformer_blocks.*.norm1_context.linear": "rowwise_split_input",
+    "norm_out.linear": "rowwise_split_input",
 }
 
 
 class SD3Transformer2DModel(TensorParallelMixin, _SD3Transformer2DModel):  # type: ignore[misc]
-    """The transformer of SD 3 and 3.5, with tensor parallelism. Heads: 24 or 38; whole: embeddings, norms."""
+    """The transformer of SD 3 and 3.5, with tensor parallelism. Heads: 24 or 38; whole: small embeddings, norms."""
 
     _tp_plan = PLAN
 

@@ -30,11 +30,16 @@ PLAN = {
     "blocks.*.attn2.to_out.0": "rowwise",
     "blocks.*.ffn.net.0.proj": "colwise",
     "blocks.*.ffn.net.2": "rowwise",
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
+    "condition_embedder.time_embedder.linear_2": "rowwise_split_input",
+    "condition_embedder.time_proj": "rowwise_split_input",
+    "condition_embedder.text_embedder.linear_1": "rowwise_split_input",
+    "condition_embedder.text_embedder.linear_2": "rowwise_split_input",
 }
 
 
 class WanTransformer3DModel(TensorParallelMixin, _WanTransformer3DModel):  # type: ignore[misc]
-    """The transformer of Wan, with tensor parallelism. Heads: 12, 24 or 40; whole: embeddings, tables, layer norms."""
+    """The transformer of Wan, with tensor parallelism. Heads: 12, 24 or 40; whole: small embeddings, tables, norms."""
 
     _tp_plan = PLAN
 

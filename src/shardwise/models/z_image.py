@@ -42,14 +42,15 @@ PLAN = {
     "layers.*.feed_forward.w1": "colwise",
     "layers.*.feed_forward.w3": "colwise",
     "layers.*.feed_forward.w2": "rowwise",
-    # Read the timestep embedding, which is whole, and their outputs are used whole by every rank.
+    # Lone and large: each reads a whole input, and every rank needs the whole output.
+    "cap_embedder.1": "rowwise_split_input",
     "noise_refiner.*.adaLN_modulation.0": "rowwise_split_input",
     "layers.*.adaLN_modulation.0": "rowwise_split_input",
 }
 
 
 class ZImageTransformer2DModel(TensorParallelMixin, _ZImageTransformer2DModel):  # type: ignore[misc]
-    """The transformer of Z-Image, with tensor parallelism. Heads: 30; whole: embeddings, final layer, norms."""
+    """The transformer of Z-Image, with tensor parallelism. Heads: 30; whole: small embeddings, final layer, norms."""
 
     _tp_plan = PLAN
 

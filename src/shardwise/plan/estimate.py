@@ -16,10 +16,10 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.check import Localize
-from shardwise.plan.infer import LARGE
 from shardwise.plan.layout import Shard
 from shardwise.plan.resolve import Plan, ResolvedPlan, fitting_degrees, pattern_of, resolve
 from shardwise.plan.styles import as_style
+from shardwise.plan.subject import LARGE
 from shardwise.plan.trace import quiet_forward
 
 

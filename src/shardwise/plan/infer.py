@@ -234,13 +234,13 @@ class _Search:
             if key in self.plan or self.subject.weights(key) < LARGE * weights:
                 continue
             entries = {key: "rowwise_split_input"}
+            step = f"it is large, its input is whole, and as colwise: {self.reasons.get(key, '')}"
             try:
-                report = self.subject.check({**self.plan, **entries}, second=True)
+                group = _group(self.subject, key, entries, (step,))
             except DeadEnd:  # the degree does not divide its input
                 continue
-            if report.ok:
-                step = f"it is large, its input is whole, and as colwise: {self.reasons.get(key, '')}"
-                self.groups.append(_group(self.subject, key, entries, (step,)))
+            if self.subject.check({**self.plan, **entries}, second=True).ok:
+                self.groups.append(group)
 
     def _owner(self, key: str) -> Group | None:
         return next((group for group in self.groups if key in group.entries), None)

@@ -156,9 +156,11 @@ class RowwiseSplitInputParallel(RowwiseParallel):
     """Shard the input features of a Linear whose input is whole: each rank takes its own slice of the input.
 
     For a lone projection, such as an AdaLN modulation that reads the timestep embedding. Needs a whole
-    input, leaves a whole output.
+    input, leaves a whole output. Stays whole where the degree does not divide the input: an embedder of text must
+    not forbid a degree that divides the heads.
     """
 
+    may_stay_whole: ClassVar[bool] = True
     plan_name: ClassVar[str] = "rowwise_split_input"
 
     def needs(self, module: nn.Module, ndim: int) -> Layout:

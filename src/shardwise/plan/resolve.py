@@ -126,8 +126,12 @@ def fitting_degrees(model: nn.Module, plan: Plan) -> tuple[int, ...]:
 def _entries(
     modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], degree: int, guards: bool
 ) -> list[tuple[str, str, Style]]:
-    """Return (path, plan key, style) of what the plan names and, with the guards, of what follows from it."""
-    entries = [(path, key, style) for path, (key, style) in planned.items()]
+    """Return (path, plan key, style) of what the plan cuts and, with the guards, of what follows from it."""
+    entries = [
+        (path, key, style)
+        for path, (key, style) in planned.items()
+        if not (style.may_stay_whole and _faults(modules[path], style, degree))
+    ]
     if not guards:
         return entries
     copies = heads.shared(modules, planned, degree)

@@ -43,6 +43,9 @@ class Style:
     gathers: ClassVar[bool] = False
     """Whether slices that the module's code returns are whole behind it."""
 
+    may_stay_whole: ClassVar[bool] = False
+    """Whether the module is left whole where the degree does not divide it: nothing else depends on its cut."""
+
     opaque: ClassVar[bool] = True
     """Whether the checker takes the style's word for what the module does, and does not look inside."""
 
