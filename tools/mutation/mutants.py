@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tools.mutation.reblock import reblocked
 from torch import nn
 
 from shardwise.plan.heads import HEAD_COUNTS, WIDTHS
 from shardwise.plan.layout import Shard
 from shardwise.plan.resolve import resolve
+from shardwise.plan.style import is_count
 from shardwise.plan.styles import (
     ColwiseParallel,
     DivideAttributes,
@@ -22,6 +24,8 @@ from shardwise.plan.styles import (
 )
 
 Plan = dict[str, Any]
+
+_SPLIT = '"rowwise_split_input"'
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Mutant:
 def mutants(model: nn.Module, plan: Mapping[str, Any]) -> list[Mutant]:
     """Return every single fault of a right plan on a model, each plan once."""
     found: dict[str, Mutant] = {}
-    for maker in (_entries, _unplanned, _norms, _attributes, _groups):
+    for maker in (_entries, _unplanned, _norms, _attributes, _groups, _reblocked, _divided):
         for mutant in maker(model, dict(plan)):
             key = repr(sorted((k, repr(v)) for k, v in mutant.plan.items()))
             found.setdefault(key, mutant)
@@ -74,7 +78,7 @@ def _other_styles(model: nn.Module, plan: Plan, key: str, style: Any) -> Iterato
     if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
         return
     colwise = isinstance(style, ColwiseParallel)
-    split = style.label == '"rowwise_split_input"'
+    split = style.label == _SPLIT
     yield "swap", "rowwise" if colwise else "colwise"
     if not split:
         yield ("colwise to split-input" if colwise else "rowwise to split-input"), "rowwise_split_input"
@@ -162,6 +166,37 @@ def _groups(model: nn.Module, plan: Plan) -> Iterator[Mutant]:
         yield Mutant("group dropped", group, rest)
         if group in divided:
             yield Mutant("group dropped, attributes divided", group, rest | {group: divided[group]})
+
+
+def _reblocked(model: nn.Module, plan: Plan) -> Iterator[Mutant]:
+    """Cut some layers of a group in other blocks, or all of them."""
+    groups: dict[str, list[str]] = {}
+    blocks: dict[str, list[int]] = {}
+    for key, value in plan.items():
+        style = as_style(value)
+        meets = isinstance(style, (ColwiseParallel, RowwiseParallel)) and style.label != _SPLIT
+        if meets and (found := _blocks(model, plan, key)):
+            groups.setdefault(_group(key), []).append(key)
+            blocks[key] = found
+    rowwise = frozenset(key for key in blocks if isinstance(as_style(plan[key]), RowwiseParallel))
+    for kind, key, entries in reblocked(groups, blocks, rowwise):
+        yield Mutant(kind, key, plan | entries)
+
+
+def _divided(model: nn.Module, plan: Plan) -> Iterator[Mutant]:
+    """Divide one more integer attribute of a module, of those that 2 and 4 divide."""
+    planned = {m.path: m for m in resolve(model, plan, 2).modules}
+    for pattern, paths in [("", [""]), *_patterns(model).items()]:
+        modules = [model.get_submodule(path) for path in paths]
+        first = planned.get(paths[0])
+        if isinstance(modules[0], nn.Linear) or (first and not isinstance(first.style, DivideAttributes)):
+            continue
+        divided = tuple(first.attributes) if first else ()
+        for name in vars(modules[0]):
+            values = [vars(module).get(name) for module in modules]
+            if name not in divided and all(is_count(value) and value % 4 == 0 for value in values):
+                entry = DivideAttributes(*divided, name)
+                yield Mutant("attribute divided", f"{pattern}.{name}".lstrip("."), plan | {pattern: entry})
 
 
 def _group(key: str) -> str:

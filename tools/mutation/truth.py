@@ -1,7 +1,8 @@
 """Records what each wrong plan really does: the same numbers, wrong ones without an error, or an error.
 
 Every mutant is run on 2 and on 4 ranks against one process, with shardwise's own guards taken away, since the
-question is what would happen without them. The record is `tests/data/mutation_truth.json`.
+question is what would happen without them. The record is `tests/data/mutation_truth.json`; naming cases records
+those alone, and leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def guards_off() -> Iterator[None]:
     """Let plans through that resolving would refuse for what it knows of heads and declared blocks."""
     with (
         mock.patch.object(heads, "faults", return_value=()),
+        mock.patch.object(heads, "indivisible", return_value=()),
         mock.patch.object(LinearStyle, "_check_declared"),
     ):
         yield
@@ -93,15 +95,20 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1)
 def main(names: tuple[str, ...]) -> None:
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    for degree in DEGREES:
-        for name in names or case_names():
+    for name in names or case_names():
+        for degree in DEGREES:
             found = run_ranks(outcomes, degree, name)[0]
-            record.setdefault(name, {})[str(degree)] = found
             counts = {kind: sum(outcome == kind for outcome, _ in found.values()) for kind in SEVERITY}
             click.echo(f"{name} at {degree} ranks: {len(found)} mutants, {counts}")
-            RECORD.parent.mkdir(exist_ok=True)
-            RECORD.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
+            _record(name, degree, found)
+
+
+def _record(name: str, degree: int, found: dict[str, list[Any]]) -> None:
+    """Put the outcomes of one case in place of those on record; the file is read now, as others may have written."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record.setdefault(name, {})[str(degree)] = found
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
