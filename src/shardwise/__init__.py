@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.models.inference import infer
     from shardwise.models.mixin import TensorParallelMixin
     from shardwise.models.parallelism import enable_parallelism
+    from shardwise.models.planning import estimate
     from shardwise.verification import verify
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "check",
     "demo_model_path",
     "enable_parallelism",
+    "estimate",
     "infer",
     "placement",
     "verify",
@@ -51,6 +53,7 @@ _ON_DEMAND = {
     "TensorParallelMixin": "shardwise.models.mixin",
     "check": "shardwise.models.checking",
     "enable_parallelism": "shardwise.models.parallelism",
+    "estimate": "shardwise.models.planning",
     "infer": "shardwise.models.inference",
     "verify": "shardwise.verification",
 }

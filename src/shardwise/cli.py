@@ -17,6 +17,7 @@ from shardwise.errors import PlanError, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.demo.run import DemoReport
+    from shardwise.plan.estimate import Estimate
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -176,30 +177,85 @@ def verify(
 
 @main.command()
 @click.argument("model")
+@click.option(
+    "--tp",
+    "degrees",
+    callback=lambda context, option, value: _degrees(value),
+    help="Numbers of ranks, with commas; by default 1,2,4,8, and 2 for --infer.",
+)
 @click.option("--infer", "find", is_flag=True, help="Find a plan, and say why.")
-@_tp(2)
+@_plan_file
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16")
 @click.option("--python", "as_python", is_flag=True, help="Print the plan only, as Python to paste.")
 @_as_json
-def plan(model: str, find: bool, tp_degree: int, as_python: bool, as_json: bool) -> None:
-    """Print the plan of MODEL: the declared one, or with --infer one that is found.
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the bytes of a rank by degree in this PNG file.",
+)
+def plan(
+    model: str,
+    degrees: tuple[int, ...] | None,
+    find: bool,
+    plan_file: Path | None,
+    dtype: str,
+    as_python: bool,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Print the plan of MODEL and what a rank holds and sends, or with --infer find a plan.
 
-    It is found by dataflow where example inputs are known for the class, without looking at a name; otherwise it is
-    derived from the names of modules, and marked unproved.
+    A plan is found by dataflow where example inputs are known for the class, without looking at a name; otherwise it
+    is derived from the names of modules, and marked unproved. No weight is read.
 
-    MODEL is the name of a model class (for --infer its tiny configuration is used, if it has one), a folder or hub
-    id with a config.json, or "embedded" for the model that comes with shardwise.
+    MODEL is the name of a model class (its default configuration; for --infer its tiny one, if it has one), a folder
+    or hub id with a config.json, or "embedded" for the model that comes with shardwise.
 
     Exits 1 if there is no plan at this degree, 2 if the question is wrong.
     """
-    from shardwise.models.inference import declared, infer
-
+    named = str(_embedded()) if model == "embedded" else model
     with _exit_codes():
-        named = str(_embedded()) if model == "embedded" else model
-        found = infer(named, tp_degree) if find else declared(named, tp_degree)
+        if find:
+            from shardwise.models.inference import infer
+
+            found: Any = infer(named, degrees[0] if degrees else 2)
+        else:
+            found = _estimated(named, degrees or (1, 2, 4, 8), plan_file, dtype, plot)
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=2))
+    elif as_python:
+        click.echo(found.as_python())
     else:
-        click.echo(found.as_python() if as_python else str(found))
+        click.echo(str(found))
+
+
+def _degrees(value: str | None) -> tuple[int, ...] | None:
+    """Return the numbers in a list with commas."""
+    if value is None:
+        return None
+    numbers = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in numbers):
+        raise click.BadParameter(f"{value!r} is not a list of numbers of ranks, such as 1,2,4,8")
+    return tuple(dict.fromkeys(int(part) for part in numbers))
+
+
+def _estimated(
+    model: str, degrees: tuple[int, ...], plan_file: Path | None, dtype: str, plot: Path | None
+) -> Estimate:
+    import torch  # takes seconds to import
+
+    from shardwise.models.planning import estimate
+    from shardwise.models.planning_plot import draw_bytes
+    from shardwise.plan.files import read_plan
+    from shardwise.verification.plot import require_matplotlib
+
+    if plot is not None:
+        require_matplotlib()
+    given = read_plan(plan_file) if plan_file else None
+    found = estimate(model, degrees, given, dtype=getattr(torch, dtype))
+    if plot is not None:
+        draw_bytes(found, plot)
+    return found
 
 
 def _embedded() -> Path:

@@ -90,6 +90,14 @@ WIDTH, HEADS, HIDDEN = 48, 4, 40
 Sizes = dict[str, tuple[int, int]]
 """Name of a Linear -> the features that it reads and makes."""
 
+
+class Doubled(nn.RMSNorm):
+    """A norm with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
 ATTENTION: Sizes = dict.fromkeys(("to_q", "to_k", "to_v", "to_out.0"), (WIDTH, WIDTH))
 QKV = dict.fromkeys(("to_q", "to_k", "to_v"), "colwise") | {"to_out.0": "rowwise"}
 
@@ -263,7 +271,7 @@ UNCLEAR: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: attention(norm_q=nn.GroupNorm(4, 48, affine=False)),
         "norm_q is over unknown features",
     ),
-    "a LayerNorm over all heads": (lambda: attention(norm_q=nn.LayerNorm(WIDTH)), "NotAnRMSNorm: the style"),
+    "a norm of a formula of its own": (lambda: attention(norm_q=Doubled(WIDTH)), "NotAKnownNorm: the style"),
     "queries twice as wide": (lambda: attention({"to_q": (WIDTH, 96)}), "and its heads have 96"),
     "keys wider than queries": (
         lambda: attention({"to_k": (WIDTH, 96)}),

@@ -482,16 +482,6 @@ def test_command_prints_an_inferred_plan_as_python_and_as_json() -> None:
     assert report["proved"] is True
 
 
-def test_command_prints_a_declared_plan() -> None:
-    command = ["plan", "HunyuanVideoTransformer3DModel"]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0, result.output
-    assert 'transformer_blocks.*.attn.to_q: "colwise", 20 modules' in result.output
-    report = json.loads(CliRunner().invoke(main, [*command, "--json"]).output)
-    assert report["plan"]["single_transformer_blocks.*.proj_out"]["blocks"] == "attention_and_mlp"
-    assert report["matches"]["single_transformer_blocks.*.proj_out"] == 40
-
-
 def test_command_of_an_unknown_model_exits_with_two() -> None:
     assert CliRunner().invoke(main, ["plan", "NoSuchTransformer", "--infer"]).exit_code == 2
 

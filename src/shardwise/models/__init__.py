@@ -1,5 +1,7 @@
 """The tensor parallel model classes: each is the diffusers class of its name, with a plan and sharded loading.
 
+Any other model class of diffusers can be imported from here as well: its plan is derived from names.
+
 One file per family holds the plan, the class, and a tiny configuration with inputs to prove the plan on.
 Adding a model is adding such a file and a line here. Classes are imported when they are asked for.
 """
@@ -54,10 +56,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a model class when it is first asked for."""
-    if name not in FAMILIES:
-        raise AttributeError(f"shardwise.models has no {name}; it has {', '.join(FAMILIES)}")
-    return getattr(import_module(f"{__name__}.{FAMILIES[name]}"), name)
+    """Import a model class when it is first asked for; one of diffusers without a plan here is made then."""
+    if name in FAMILIES:
+        return getattr(import_module(f"{__name__}.{FAMILIES[name]}"), name)
+    if name.startswith("_"):
+        raise AttributeError(name)
+    cls = import_module(f"{__name__}.unplanned").class_of(name)
+    if cls is None:
+        raise AttributeError(f"shardwise.models has no {name}, and diffusers no model of that name")
+    return globals().setdefault(name, cls)
 
 
 def __dir__() -> list[str]:

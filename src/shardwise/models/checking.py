@@ -15,7 +15,7 @@ from shardwise.config import TensorParallelConfig
 from shardwise.errors import ConfigError, PlanError
 from shardwise.models.lookup import example_inputs as known_inputs
 from shardwise.models.lookup import skeleton
-from shardwise.models.planning import declared_plan
+from shardwise.models.planning import choose_plan
 from shardwise.plan.check import CheckReport, check_plan
 from shardwise.plan.findings import CheckFinding
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
@@ -34,7 +34,7 @@ def check(
 
     Args:
         model_or_class: A model, a model class or its name, or a folder or hub id with a `config.json`.
-        plan: Module patterns and styles; by default the plan declared for the class.
+        plan: Module patterns and styles; by default the plan declared for the class, or one derived from names.
         degree: Number of ranks.
         example_inputs: Keyword arguments of the model's forward; known for the classes of `shardwise.models`.
 
@@ -44,10 +44,10 @@ def check(
 
     Raises:
         ConfigError: nothing is known by this name, or there are no example inputs for it.
-        PlanError: the class declares no plan.
+        PlanError: there is no plan for the class.
     """
     model = skeleton(model_or_class)
-    plan = plan if plan is not None else declared_plan(type(model))
+    plan = choose_plan(model, TensorParallelConfig(degree), plan)
     inputs = example_inputs if example_inputs is not None else known_inputs(model)
     if inputs is None:
         raise ConfigError(f"no example inputs are known for {type(model).__name__}: pass example_inputs")

@@ -54,7 +54,8 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
     Args:
         model: Any `nn.Module` with plain parameters; unchanged when the call raises.
         config: The degree, and the ranks. At degree 1 the model is returned as it is.
-        plan: Module patterns and styles; by default the config's, or the plan declared for the model's class.
+        plan: Module patterns and styles; by default the config's, or the plan declared for the model's class, or
+            one derived from the names of its modules, with a warning.
 
     Raises:
         ConfigError: `config` is not a tensor parallel configuration.
@@ -66,7 +67,7 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
     config = as_config(config)
     if config.tp_degree > 1:
         static = StaticCheck(config)
-        plan = choose_plan(type(model), config, plan)
+        plan = choose_plan(model, config, plan)
         shard_in_memory(model, config, plan, partial(static.before, model))
         static.after(model)
     return model
@@ -211,7 +212,6 @@ def load_sharded(cls: Any, location: Any, config: Any, kwargs: Mapping[str, Any]
 
 def _prepare(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapping[str, Any]) -> _Prepared:
     options = LoadOptions.parse(kwargs)
-    plan = choose_plan(cls, config)
     try:
         model_config, unused = cls.load_config(
             location, subfolder=options.subfolder, return_unused_kwargs=True, **options.hub, **options.model
@@ -225,7 +225,7 @@ def _prepare(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapp
         )
     with meta_parameters(), _default_dtype(options.dtype):
         model = cls.from_config(copy.deepcopy(model_config), **unused)
-    return _Prepared(model, resolve(model, plan, config.tp_degree), options)
+    return _Prepared(model, resolve(model, choose_plan(model, config), config.tp_degree), options)
 
 
 def _find_weights(

@@ -2,49 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import Finding, PlanError
 from shardwise.models.lookup import example_inputs as known_inputs
 from shardwise.models.lookup import skeleton
+from shardwise.plan.candidate import Candidate, candidate
 from shardwise.plan.estimate import Estimate, estimate_plan
 from shardwise.plan.resolve import Plan
 from shardwise.plan.styles import RowwiseSplitInputParallel, StyleFault, as_style
 from shardwise.runtime.shard import localized_twin
 
+logger = logging.getLogger(__name__)
 
-def declared_plan(cls: type) -> Plan:
+
+def declared_plan(cls: type) -> Plan | None:
     """Return the plan of a model class: its own, or that of the class of this name in `shardwise.models`.
 
     Raises:
-        PlanError: none is declared.
+        PlanError: what it declares is no plan.
     """
     from shardwise import models  # this module is part of it
 
     own = getattr(cls, "_tp_plan", None)
-    known = (
-        getattr(getattr(models, cls.__name__), "_tp_plan", None) if cls.__name__ in models.FAMILIES else None
-    )
-    plan = known if cls.__module__.startswith("diffusers.") and known is not None else own
-    if plan is None:
-        message = f"the class {cls.__name__} declares no _tp_plan"
-        raise PlanError([Finding("NoPlan", cls.__name__, message, "pass plan=..., or declare _tp_plan")])
-    if not isinstance(plan, Mapping):
-        message = f"_tp_plan is a {type(plan).__name__}"
+    if cls.__module__.startswith("diffusers.") and cls.__name__ in models.FAMILIES:
+        own = getattr(models, cls.__name__)._tp_plan
+    if own is not None and not isinstance(own, Mapping):
+        message = f"_tp_plan is a {type(own).__name__}"
         raise PlanError(
             [Finding("NoPlan", cls.__name__, message, "make it a dict of module pattern -> style")]
         )
-    return plan
+    return own
 
 
-def choose_plan(cls: type, config: TensorParallelConfig, given: Plan | None = None) -> Plan:
-    """Return the plan for a model of a class: the one that is given, the config's, or the declared one.
+def choose_plan(model: nn.Module, config: TensorParallelConfig, given: Plan | None = None) -> Plan:
+    """Return the plan for a model: the one that is given, the config's, the declared one, or one derived from names.
 
-    Of the declared plan `shard_modulation=False` leaves out the lone projections with whole inputs.
+    A derived plan is taken with a warning. Of a plan that is neither given nor the config's, `shard_modulation=False`
+    leaves out the lone projections with whole inputs.
 
     Raises:
         PlanError: there is none.
@@ -52,8 +53,27 @@ def choose_plan(cls: type, config: TensorParallelConfig, given: Plan | None = No
     given = given if given is not None else config.plan
     if given is not None:
         return given
-    plan = declared_plan(cls)
+    plan = declared_plan(type(model))
+    if plan is None:
+        derived = _derived(model, config.tp_degree)
+        logger.warning("%s", derived.caution)
+        plan = derived.plan
     return plan if config.shard_modulation else without_modulations(plan)
+
+
+def _derived(model: nn.Module, degree: int) -> Candidate:
+    """Return a plan from the names of a model's modules.
+
+    Raises:
+        PlanError: nothing of it can be sharded.
+    """
+    try:
+        return candidate(model, degree)
+    except PlanError as error:
+        name = type(model).__name__
+        message = f"the class {name} declares no _tp_plan, and its names do not tell one"
+        finding = Finding("NoPlan", name, message, "pass plan=..., or declare _tp_plan")
+        raise PlanError([finding, *error.findings]) from error
 
 
 def without_modulations(plan: Plan) -> Plan:
@@ -80,7 +100,7 @@ def estimate(
     Args:
         model_or_class: A model, a model class or its name, or a folder or hub id with a `config.json`.
         degrees: Numbers of ranks.
-        plan: Module patterns and styles; by default the declared plan.
+        plan: Module patterns and styles; by default the declared plan, or else one derived from names.
         example_inputs: Keyword arguments of the model's forward, for which the traffic is counted; known for the
             classes of `shardwise.models`.
         dtype: What the weights are held in.
@@ -94,6 +114,8 @@ def estimate(
         PlanError: there is no plan for the class, or it fits the model at no degree.
     """
     model = skeleton(model_or_class).eval()
-    plan = plan if plan is not None else declared_plan(type(model))
+    plan, proved = plan if plan is not None else declared_plan(type(model)), True
+    if plan is None:
+        plan, proved = _derived(model, 2).plan, False
     inputs = example_inputs if example_inputs is not None else known_inputs(model)
-    return estimate_plan(model, plan, degrees, inputs, localized_twin, dtype.itemsize)
+    return estimate_plan(model, plan, degrees, inputs, localized_twin, dtype.itemsize, proved)

@@ -16,8 +16,9 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.check import Localize
+from shardwise.plan.files import plan_as_python
 from shardwise.plan.layout import Shard
-from shardwise.plan.resolve import Plan, ResolvedPlan, fitting_degrees, pattern_of, resolve
+from shardwise.plan.resolve import Plan, PlannedModule, ResolvedPlan, fitting_degrees, pattern_of, resolve
 from shardwise.plan.styles import as_style
 from shardwise.plan.subject import LARGE
 from shardwise.plan.trace import quiet_forward
@@ -61,6 +62,14 @@ class RankShare:
     all_reduces: int | None
     all_reduce_bytes: int | None
 
+    def __str__(self) -> str:
+        """Return parameters, bytes, the share that every rank holds, and the traffic."""
+        gib, same = self.weight_bytes_per_rank / 2**30, f"{self.replicated_share:.1%} of it on every rank"
+        held = f"{self.parameters_per_rank:,} parameters, {gib:.2f} GiB, {same}"
+        return held if self.all_reduces is None else (
+            f"{held}; {self.all_reduces} all-reduces, {self.all_reduce_bytes:,} bytes"
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -92,6 +101,33 @@ class Estimate:
     possible_degrees: tuple[int, ...]
     inputs: Mapping[str, tuple[int, ...]]
 
+    def as_python(self) -> str:
+        """Return the plan as source code, ready to paste into a class."""
+        return plan_as_python(self.plan)
+
+    def __str__(self) -> str:
+        """Return the plan, what stays whole and why, and a line for each degree."""
+        origin = "" if self.proved else ", derived from names and unproved"
+        shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in self.inputs.items())
+        return "\n".join(
+            [
+                f"{self.model}: {self.parameters:,} parameters of {self.itemsize} bytes{origin}",
+                *(f"  {key}: {share.style}, {_counted(share)}" for key, share in self.patterns.items()),
+                "whole on every rank:",
+                *(
+                    f"  {g.pattern}: {g.parameters:,} ({g.share:.2%}), {g.reason}"
+                    for g in self.whole[:_LISTED]
+                ),
+                *([f"  and {len(self.whole) - _LISTED} smaller ones"] if len(self.whole) > _LISTED else []),
+                f"sent in one forward, for {shapes}:"
+                if shapes
+                else "no example inputs: traffic is not known",
+                *(f"  tp_degree {degree}: {share}" for degree, share in self.degrees.items()),
+                *(f"  tp_degree {degree} is impossible: {why}" for degree, why in self.impossible.items()),
+                f"possible degrees up to 64: {', '.join(map(str, self.possible_degrees))}",
+            ]
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate as plain data that `json` can write; degrees are strings, as JSON has them."""
         return {
@@ -106,6 +142,14 @@ class Estimate:
             "possible_degrees": list(self.possible_degrees),
             "inputs": {name: list(shape) for name, shape in self.inputs.items()},
         }
+
+
+_LISTED = 20  # rows of what stays whole, in print
+
+
+def _counted(share: PatternShare) -> str:
+    modules = "1 module" if share.modules == 1 else f"{share.modules} modules"
+    return f"{modules}, {share.parameters:,} parameters" if share.parameters else modules
 
 
 def estimate_plan(
@@ -218,16 +262,17 @@ def _whole(model: nn.Module, plan: ResolvedPlan) -> Iterator[Whole]:
             continue
         path = name.rpartition(".")[0]
         pattern = pattern_of(modules, path)
-        reason = _reason(modules[path], path in planned, sizes[pattern] / total)
+        reason = _reason(modules[path], planned.get(path), sizes[pattern] / total)
         groups[pattern, reason] += parameter.numel()
     for (pattern, reason), count in groups.items():
         yield Whole(pattern or type(model).__name__, count, count / total, reason)
 
 
-def _reason(module: nn.Module, planned: bool, share: float) -> str:
+def _reason(module: nn.Module, planned: PlannedModule | None, share: float) -> str:
     """Return why the parameters of a module stay whole."""
-    if planned:
-        return "a bias, added once after the sum over the ranks, or a number per feature of one head"
+    if planned is not None:
+        per_head = planned.style.sums_gradients
+        return "each rank applies it to its own heads" if per_head else "a bias, added once after the sum"
     kind = type(module).__name__
     if share < LARGE:
         return f"small: its {kind} modules hold less than {LARGE:.1%} of the weights"
