@@ -148,7 +148,7 @@ def _run_second(first: LayoutTracer, second: ShapeTracer, inputs: Mapping[str, A
             second.model(**copy.deepcopy(dict(inputs)))
     except Exception as caught:
         error = caught
-    findings = compare(first.events, second.events, first.plan.degree, complete=error is None)
+    findings = compare(first.events, second.events, complete=error is None)
     if error is not None and not findings:
         path, source, function = second.failed_at or (second.path, "?", "the forward")
         message = f"on a rank {function} raises {type(error).__name__}: {str(error)[:160]}"

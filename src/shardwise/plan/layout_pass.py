@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardwise.plan.findings import CheckFinding, scalars, slice_starts, watched_shards
+from shardwise.plan.findings import CheckFinding, watched_shards
 from shardwise.plan.layout import Activation, Layout, Replicated, Shard, divisors
+from shardwise.plan.numbers import places, scalars
 from shardwise.plan.repair import KeepWhole, PlanRowwise, RefineBlocks, Repair, SplitInput
 from shardwise.plan.resolve import PlannedModule, ResolvedPlan
 from shardwise.plan.rules import RULES, WHOLE, Call, Mismatch, tensors_in
@@ -121,7 +123,7 @@ class LayoutTracer(Tracer):
         rate = repeats(call) if len(outputs) == 1 and _may_repeat(layouts[0]) else None
         for tensor, layout in zip(outputs, layouts, strict=True):
             self._set(tensor, _Tag(layout, producers, rate))
-        self._record(name, self.path, outputs, scalars(call), slice_starts(call), hot)
+        self._record(name, self.path, outputs, call, hot)
 
     def check_output(self, output: Any) -> None:
         """Report an output of the model that is not whole."""
@@ -215,12 +217,24 @@ class LayoutTracer(Tracer):
         name: str,
         path: str,
         outputs: list[Tensor],
-        scalars: tuple[float, ...] = (),
-        starts: tuple[int, ...] = (),
+        call: Call | None = None,
         hot: bool = False,
     ) -> None:
-        shapes = tuple(_predicted(tensor, self._tag(tensor), self.plan.degree) for tensor in outputs)
-        self.events.append(Event(name, path, model_source(), shapes, scalars, starts, hot))
+        degree = self.plan.degree
+        event = Event(
+            name,
+            path,
+            model_source(),
+            shapes=tuple(_predicted(tensor, self._tag(tensor), degree) for tensor in outputs),
+            scalars=scalars(call) if call else (),
+            places=places(call) if call else (),
+            met=tuple(
+                (_piece(t, self._tag(t), degree), _predicted(t, self._tag(t), degree)) for t in self.met
+            ),
+            hot=hot,
+            weightless=not any(tensor.is_meta for tensor in outputs),
+        )
+        self.events.append(event)
 
 
 def _need_finding(planned: PlannedModule, needed: Activation, given: _Tag) -> CheckFinding:
@@ -278,6 +292,16 @@ def _predicted(tensor: Tensor, tag: _Tag, degree: int) -> tuple[Any, ...] | None
     return tuple(
         tuple(size // d for d in divisors(parts) if size % d == 0) if r > 1 and size == whole else size
         for size, whole, r in zip(local, shape, rate, strict=True)
+    )
+
+
+def _piece(tensor: Tensor, tag: _Tag, degree: int) -> Tensor:
+    """Return the part of a tensor that the first rank has."""
+    if not isinstance(tag.layout, Shard):
+        return tensor
+    spans = tag.layout.spans(0, degree)
+    return torch.cat(
+        [tensor.narrow(tag.layout.dim, span.start, span.length) for span in spans], tag.layout.dim
     )
 
 

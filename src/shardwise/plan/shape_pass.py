@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardwise.plan.findings import DIVIDE_FIX, CheckFinding, scalars, slice_starts, watched_shards
-from shardwise.plan.layout import Shard, divisors
+from shardwise.plan.findings import CONSTANT_FIX, DIVIDE_FIX, CheckFinding, watched_shards
+from shardwise.plan.layout import Shard
+from shardwise.plan.numbers import places, scalars
 from shardwise.plan.repair import Divide
 from shardwise.plan.resolve import ResolvedPlan
 from shardwise.plan.rules import Call, tensors_in
@@ -44,7 +47,7 @@ class ShapeTracer(Tracer):
         style, module = self._planned[path].style, self._whole.get_submodule(path)
         for output in outputs:
             self._mark(output, isinstance(style.leaves(module, tuple(output.shape)), Shard))
-        self.events.append(Event("module", path, model_source(), _shapes(outputs), hot=True))
+        self._record("module", path, outputs, hot=True)
 
     def watch(self, name: str, full_name: str, args: Any, kwargs: Any, output: Any) -> None:
         """Record the shapes of a call, and whether a shard went in."""
@@ -55,33 +58,49 @@ class ShapeTracer(Tracer):
         hot = any(self._hot.get(id(tensor)) for tensor in call.tensors)
         for tensor in outputs:
             self._mark(tensor, hot)
-        starts = slice_starts(call)
-        self.events.append(
-            Event(name, self.path, model_source(), _shapes(outputs), scalars(call), starts, hot)
-        )
+        self._record(name, self.path, outputs, call, hot)
 
     def same_tag(self, real: Tensor, meta: Tensor) -> None:
         """Carry a mark over to the meta twin of a real tensor."""
         self._mark(meta, self._hot.get(id(real), False))
+
+    def _record(
+        self, name: str, path: str, outputs: list[Tensor], call: Call | None = None, hot: bool = False
+    ) -> None:
+        event = Event(
+            name,
+            path,
+            model_source(),
+            shapes=_shapes(outputs),
+            scalars=scalars(call) if call else (),
+            places=places(call) if call else (),
+            met=tuple((tensor, tuple(tensor.shape)) for tensor in self.met),
+            hot=hot,
+            weightless=not any(tensor.is_meta for tensor in outputs),
+        )
+        self.events.append(event)
 
     def _mark(self, tensor: Tensor, hot: bool) -> None:
         self._hot[id(tensor)] = hot
         self._held.append(tensor)
 
 
-def compare(
-    whole: Sequence[Event], local: Sequence[Event], degree: int, complete: bool = True
-) -> list[CheckFinding]:
+def compare(whole: Sequence[Event], local: Sequence[Event], complete: bool = True) -> list[CheckFinding]:
     """Return where the localised run leaves what the layouts predict.
 
-    Calls that a shard goes into must match one to one. Between two of them, caches and branches on a size may
-    make the runs differ, so calls are compared where both runs made the same ones. A local run that is not
-    `complete` was stopped by an error, and may end early.
+    Calls that a shard goes into must match one to one, those of weights alone too, unless their size follows a
+    divided one. What is computed without weights may come from a cache, and may be thrown away: its calls are
+    compared, but say nothing unless other values meet the weights. A local run that is not `complete` was stopped
+    by an error, and may end early.
     """
     findings: dict[str, CheckFinding] = {}
+    suspects: dict[str, CheckFinding] = {}
     for (cold, hot), (local_cold, local_hot) in zip(_stretches(whole), _stretches(local), strict=False):
-        for a, b in _aligned(cold, local_cold):
-            _compare_event(a, b, degree, findings)
+        pairs = _aligned(cold, local_cold)
+        for a, b in pairs:
+            _compare_event(a, b, suspects if a.weightless else findings)
+        if complete or local_hot is not None:
+            _compare_paths(pairs, cold, local_cold, findings)
         if hot is None or local_hot is None:
             rest = hot or local_hot
             if rest is not None and not findings and complete:
@@ -90,12 +109,34 @@ def compare(
         if (hot.name, hot.path) != (local_hot.name, local_hot.path):
             _differs(local_hot, hot, local_hot, findings)
             break
-        _compare_event(hot, local_hot, degree, findings)
+        _compare_event(hot, local_hot, findings)
+    consequences = [path for path, finding in findings.items() if finding.kind == "LocalValue"]
+    if suspects and (consequences or not complete):
+        findings = suspects | {path: f for path, f in findings.items() if path not in consequences}
     return list(findings.values())
 
 
-def _differs(at: Event, hot: Event | None, local: Event | None, findings: dict[str, CheckFinding]) -> None:
-    names = [event.name if event else "nothing more" for event in (hot, local)]
+def _compare_paths(
+    pairs: list[tuple[Event, Event]],
+    whole: list[Event],
+    local: list[Event],
+    findings: dict[str, CheckFinding],
+) -> None:
+    """Report the first call of weights that only one of the runs made."""
+    paired = {id(event) for pair in pairs for event in pair}
+    first, second = (
+        next((e for e in events if id(e) not in paired and not e.weightless and not _follows(e)), None)
+        for events in (whole, local)
+    )
+    if first or second:
+        _differs(second or first, first, second, findings)
+
+
+def _differs(
+    at: Event | None, whole: Event | None, local: Event | None, findings: dict[str, CheckFinding]
+) -> None:
+    assert at is not None
+    names = [event.name if event else "nothing" for event in (whole, local)]
     message = f"the whole model calls {names[0]} here, the localised one {names[1]}"
     fix = "control flow depends on a local size: divide the attribute it reads, or leave the module whole"
     findings.setdefault(
@@ -106,38 +147,79 @@ def _differs(at: Event, hot: Event | None, local: Event | None, findings: dict[s
     )
 
 
-def _compare_event(whole: Event, local: Event, degree: int, findings: dict[str, CheckFinding]) -> None:
+def _compare_event(whole: Event, local: Event, findings: dict[str, CheckFinding]) -> None:
     """Compare one call of the two runs; keep the first finding of each module."""
+    fault = _shape_fault(whole, local) or _number_fault(whole, local) or _value_fault(whole, local)
+    if fault:
+        findings.setdefault(local.path, fault)
+
+
+def _shape_fault(whole: Event, local: Event) -> CheckFinding | None:
     wanted, seen = whole.shapes, local.shapes
-    wrong = next((i for i, (w, s) in enumerate(zip(wanted, seen, strict=False)) if not _fits(w, s)), None)
-    kind = message = ""
-    fix, repair = DIVIDE_FIX, Divide(local.path, None, None)
     if len(wanted) != len(seen):
-        kind, message = (
+        return _finding(
             "LocalShape",
+            local,
             f"{local.name} gives {len(seen)} tensors on a rank and {len(wanted)} on the whole",
         )
-    elif wrong is not None:
-        kind = "LocalShape"
-        message = f"{local.name} gives {_show(seen[wrong])} on a rank, the layouts say {_show(wanted[wrong])}"
-        repair = Divide(local.path, wanted[wrong], seen[wrong])
-    elif whole.scalars != local.scalars:
-        kind = "LocalScalar"
-        message = (
-            f"{local.name} is called with {local.scalars} on a rank and {whole.scalars} on the whole model"
-        )
-        fix = (
-            "a constant comes from a size that is divided or sharded: divide its attribute too, or not at all"
-        )
-    elif whole.hot and whole.starts and not _same_starts(whole.starts, local.starts, degree):
-        kind = "LocalSlice"
-        message = (
-            f"a slice starts at {list(local.starts)} on a rank and at {list(whole.starts)} on the whole model"
-        )
+    for w, s in zip(wanted, seen, strict=True):
+        if not _fits(w, s):
+            message = f"{local.name} gives {_show(s)} on a rank, the layouts say {_show(w)}"
+            return replace(_finding("LocalShape", local, message), repair=Divide(local.path, w, s))
+    return None
+
+
+def _number_fault(whole: Event, local: Event) -> CheckFinding | None:
+    wanted, seen = whole.scalars, local.scalars
+    if wanted != seen:
+        if len(wanted) == len(seen):
+            wanted, seen = zip(*((w, s) for w, s in zip(wanted, seen, strict=True) if w != s), strict=True)
+        message = f"{local.name} is called with {seen} on a rank and {wanted} on the whole model"
+        return _finding("LocalScalar", local, message, CONSTANT_FIX)
+    if not _fits(whole.places, local.places):
+        w, s = next((w, s) for w, s in zip(whole.places, local.places, strict=False) if not _fits((w,), (s,)))
+        message = f"an index or the start of a slice is {s} on a rank, the layouts say {_show((w,))[0]}"
         fix = "the bounds of the slice are baked into the code: derive them from the local width"
-    if kind:
-        finding = CheckFinding(kind, local.path, message, fix, source=local.source, repair=repair)
-        findings.setdefault(local.path, finding)
+        return _finding("LocalSlice", local, message, fix)
+    return None
+
+
+def _value_fault(whole: Event, local: Event) -> CheckFinding | None:
+    for (wanted, shape), (seen, own) in zip(whole.met, local.met, strict=False):
+        if not _fits(shape, own):
+            message = f"{local.name} is given {_show(own)} on a rank, the layouts say {_show(shape)}"
+            return replace(_finding("LocalShape", local, message), repair=Divide(local.path, shape, own))
+        if not _same_values(wanted, seen):
+            message = (
+                f"{local.name} is given a tensor of {_show(own)} with other values than on the whole model"
+            )
+            return _finding("LocalValue", local, message, CONSTANT_FIX)
+    return None
+
+
+def _finding(kind: str, at: Event, message: str, fix: str = DIVIDE_FIX) -> CheckFinding:
+    return CheckFinding(kind, at.path, message, fix, source=at.source, repair=Divide(at.path, None, None))
+
+
+def _same_values(whole: Tensor, local: Tensor) -> bool:
+    """Return whether a rank computed what the whole model did, or its part along dims that repeat their values."""
+    if whole.shape != local.shape:
+        if any(size % own for size, own in zip(whole.shape, local.shape, strict=True) if own):
+            return True  # a tensor without elements has no values
+        whole = whole[
+            tuple(
+                slice(None, None, max(s // max(own, 1), 1))
+                for s, own in zip(whole.shape, local.shape, strict=True)
+            )
+        ]
+    if whole.is_floating_point() or whole.is_complex():
+        return torch.allclose(whole, local, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return torch.equal(whole, local)
+
+
+def _follows(event: Event) -> bool:
+    """Return whether an output has a size that is a part of the whole one on a rank, or may be."""
+    return any(isinstance(size, tuple) for shape in event.shapes for size in shape or ())
 
 
 def _stretches(events: Iterable[Event]) -> list[tuple[list[Event], Event | None]]:
@@ -162,8 +244,8 @@ def _aligned(whole: list[Event], local: list[Event]) -> list[tuple[Event, Event]
     return [(whole[b.a + i], local[b.b + i]) for b in blocks for i in range(b.size)]
 
 
-def _fits(wanted: tuple[Any, ...] | None, seen: tuple[int, ...]) -> bool:
-    if wanted is None:
+def _fits(wanted: tuple[Any, ...] | None, seen: tuple[Any, ...] | None) -> bool:
+    if wanted is None or seen is None:
         return True
     pairs = zip(wanted, seen, strict=False)
     return len(wanted) == len(seen) and all(w == s or (isinstance(w, tuple) and s in w) for w, s in pairs)
@@ -171,11 +253,6 @@ def _fits(wanted: tuple[Any, ...] | None, seen: tuple[int, ...]) -> bool:
 
 def _show(shape: tuple[Any, ...] | None) -> list[Any]:
     return [size[0] if isinstance(size, tuple) else size for size in shape or ()]
-
-
-def _same_starts(whole: tuple[int, ...], local: tuple[int, ...], degree: int) -> bool:
-    """Return whether each start is the same, or divided by the number of pieces (fewer than ranks, if copied)."""
-    return all(a in {b * pieces for pieces in divisors(degree)} for a, b in zip(whole, local, strict=False))
 
 
 def _shapes(tensors: list[Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -49,8 +49,10 @@ class Event:
         path, source: Where: the module, and `file:line` of the model's code.
         shapes: Shape of each output on a rank: predicted (sizes may be alternatives, None is anything) or seen.
         scalars: Numbers among the arguments that must not depend on a local size.
-        starts: Where slices of a sharded dim start.
+        places: Indices, and where slices start: predicted (alternatives, where a size may be a part) or seen.
+        met: Tensors with values that meet those without, each with its shape, predicted or seen.
         hot: Whether a shard goes in or comes out.
+        weightless: Whether the outputs have values: nothing without went in.
     """
 
     name: str
@@ -58,8 +60,10 @@ class Event:
     source: str
     shapes: tuple[Any, ...]
     scalars: tuple[float, ...] = ()
-    starts: tuple[int, ...] = ()
+    places: tuple[Any, ...] = ()
+    met: tuple[tuple[Tensor, tuple[Any, ...] | None], ...] = ()
     hot: bool = False
+    weightless: bool = False
 
 
 class Tracer(TorchFunctionMode):
@@ -69,6 +73,7 @@ class Tracer(TorchFunctionMode):
         path: Path of the module whose code runs.
         failed_at: (path, source, function) of the first call that raised, if one did.
         events: What was recorded.
+        met: Tensors with values that the current call, or opaque module, was given beside those without.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,6 +82,7 @@ class Tracer(TorchFunctionMode):
         self.path = ""
         self.failed_at: tuple[str, str, str] | None = None
         self.events: list[Event] = []
+        self.met: list[Tensor] = []
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._stack: list[str] = []
         self._opaque = 0
@@ -138,6 +144,8 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if name in QUERIES:
             return func(*args, **kwargs)
+        if not self._opaque:
+            self.met = []
         args, kwargs = self._meet(name, args, kwargs)
         try:
             output = func(*args, **kwargs)
@@ -168,6 +176,8 @@ class Tracer(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             twin = tensor.to("meta")
         self.same_tag(tensor, twin)
+        if not self._opaque:
+            self.met.append(tensor)
         return twin
 
     def _name(self, func: Any) -> tuple[str, str]:
@@ -192,7 +202,9 @@ class Tracer(TorchFunctionMode):
     def _opener(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._opaque:
-                self.open_box(path, list(tensors_in((args, kwargs))))
+                inputs = list(tensors_in((args, kwargs)))
+                self.met = [tensor for tensor in inputs if not tensor.is_meta]
+                self.open_box(path, inputs)
             self._opaque += 1
 
         return hook
@@ -200,6 +212,7 @@ class Tracer(TorchFunctionMode):
     def _sealer(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self._opaque:
+                self.met = []
                 self.seal_box(path, list(tensors_in(output)))
             self._opaque += 1
 
@@ -229,7 +242,10 @@ def model_source() -> str:
 
 @contextmanager
 def meta_forward() -> Iterator[None]:
-    """Let forward passes run on the meta device: without gradients, and without autocast, which refuses it."""
+    """Let forward passes run on the meta device: without gradients, and without autocast, which refuses it.
+
+    Each draws the same random numbers, and leaves those that follow as they were.
+    """
     original = torch.amp.autocast_mode.autocast.__init__
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -238,8 +254,13 @@ def meta_forward() -> Iterator[None]:
         else:
             original(self, device_type, *args, **kwargs)
 
-    with torch.no_grad(), mock.patch.object(torch.amp.autocast_mode.autocast, "__init__", init):
-        yield
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        if devices:
+            torch.cuda.manual_seed_all(0)
+        with mock.patch.object(torch.amp.autocast_mode.autocast, "__init__", init):
+            yield
 
 
 class _Quiet(Tracer):
