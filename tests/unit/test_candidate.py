@@ -91,7 +91,7 @@ Sizes = dict[str, tuple[int, int]]
 """Name of a Linear -> the features that it reads and makes."""
 
 
-class Doubled(nn.RMSNorm):
+class DoubledNorm(nn.RMSNorm):
     """A norm with a forward of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -271,7 +271,10 @@ UNCLEAR: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: attention(norm_q=nn.GroupNorm(4, 48, affine=False)),
         "norm_q is over unknown features",
     ),
-    "a norm of a formula of its own": (lambda: attention(norm_q=Doubled(WIDTH)), "NotAKnownNorm: the style"),
+    "a norm of a formula of its own": (
+        lambda: attention(norm_q=DoubledNorm(WIDTH)),
+        "NotAKnownNorm: the style",
+    ),
     "queries twice as wide": (lambda: attention({"to_q": (WIDTH, 96)}), "and its heads have 96"),
     "keys wider than queries": (
         lambda: attention({"to_k": (WIDTH, 96)}),
