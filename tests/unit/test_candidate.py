@@ -502,7 +502,7 @@ def test_modulation_that_is_not_large_stays_whole(monkeypatch: pytest.MonkeyPatc
 
 
 def test_modulation_of_an_input_that_the_degree_does_not_divide_stays_whole() -> None:
-    assert why_whole(lambda: made_of({"linear": (7, 96)}), "adaln_proj").startswith("IndivisibleBlock")
+    assert why_whole(lambda: made_of({"linear": (7, 96)}), "adaln_proj").startswith("NothingSharded")
 
 
 # --- rotary tables -------------------------------------------------------------------------------------------------

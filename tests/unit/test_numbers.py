@@ -53,6 +53,10 @@ USES: dict[str, tuple[str, Use]] = {
     "a filled constant": ("LocalScalar", lambda n, x: x * torch.full((7, 1), n)),
     "a later position": ("LocalScalar", lambda n, x: x + torch.arange(n, n + 7).sin()[:, None]),
     "a step": ("LocalScalar", lambda n, x: x + torch.arange(0, 7 * n, n).sin()[:, None]),
+    "a table taken to the device": (
+        "LocalScalar",
+        lambda n, x: x * (n ** torch.linspace(0, 1, 7)).sin()[:, None].to(x.device),
+    ),
     "a mask": ("LocalScalar", lambda n, x: x * (torch.arange(7) < n)[:, None]),
     "a band": ("LocalScalar", lambda n, x: x + torch.ones(7, 7).tril(n - 3).sum(0)[:, None]),
     "a number taken from a tensor": ("LocalScalar", lambda n, x: x * torch.arange(n, n + 1).item()),

@@ -155,6 +155,7 @@ class Tracer(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             output = _as_kernels_leave_it(output)
         if not self._opaque:
+            self.met += _leaving(args, kwargs, output)
             self.watch(name, full_name, args, kwargs, output)
         return output
 
@@ -274,6 +275,14 @@ def quiet_forward(model: nn.Module, inputs: dict[str, Any]) -> None:
     """Run a forward once and watch nothing: for what the model caches, or what a group counts."""
     with meta_forward(), _Quiet(model):
         model(**inputs)
+
+
+def _leaving(args: Any, kwargs: Any, output: Any) -> list[Tensor]:
+    """Return the tensors with values that code itself takes to where the weights are, by their device."""
+    given = list(tensors_in((args, kwargs)))
+    if any(tensor.is_meta for tensor in given) or not any(tensor.is_meta for tensor in tensors_in(output)):
+        return []
+    return given
 
 
 def _as_kernels_leave_it(attention: Tensor) -> Tensor:
