@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from shardwise.plan.files import plan_as_python, style_to_json
 from shardwise.plan.layout import Shard
 from shardwise.plan.linears import ColwiseParallel, RowwiseParallel
 from shardwise.plan.mend import Entries, Taken, divide, mend
-from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
+from shardwise.plan.resolve import Plan, resolve
 from shardwise.plan.styles import DivideAttributes, as_style
 from shardwise.plan.subject import LARGE, DeadEnd, Subject, shortened
 
@@ -262,14 +262,13 @@ def _group(subject: Subject, seed: str, entries: Entries, steps: tuple[str, ...]
     sizes = {name: p.nbytes for name, p in subject.model.named_parameters()}
     cut = sum(sizes[n] for n, layout in resolved.layouts.items() if isinstance(layout, Shard) and n in sizes)
     saved = cut - cut // subject.degree
-    return Group(seed, entries, steps, saved, sum(1 for _ in _summing(resolved)))
-
-
-def _summing(plan: ResolvedPlan) -> Iterator[str]:
-    """Yield the modules that sum over the ranks: all that are cut, but those that only compute a slice."""
-    for m in plan.modules:
-        if m.layouts and not isinstance(m.style, ColwiseParallel):
-            yield m.path
+    return Group(
+        seed,
+        entries,
+        steps,
+        saved,
+        sum(m.style.sums(subject.model.get_submodule(m.path)) for m in resolved.modules),
+    )
 
 
 def _measured(whole: Subject, group: Group) -> Group:

@@ -146,6 +146,10 @@ class RowwiseParallel(LinearStyle):
     size_attribute: ClassVar[str] = "in_features"
     declared_attribute: ClassVar[str] = "_tp_packed_row_blocks"
 
+    def sums(self, module: nn.Module) -> int:
+        """Complete the partial sums."""
+        return 1
+
     def needs(self, module: nn.Module, ndim: int) -> Layout:
         """Ask for an input whose last dim is sharded in the blocks of the weight."""
         return self.shard_of(module).at(ndim - 1)

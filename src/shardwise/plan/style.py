@@ -65,6 +65,10 @@ class Style:
         """
         raise NotImplementedError
 
+    def sums(self, module: nn.Module) -> int:
+        """Return how many sums over the ranks one call of the module makes."""
+        return 0
+
     def local_attributes(self, module: nn.Module, degree: int) -> dict[str, int]:
         """Return the integer attributes of `module` that are divided, and their values on a rank."""
         return {}

@@ -155,6 +155,10 @@ class AcrossHeadNorm(Style):
         """
         return Shard(0, (self._width(module),), self.copies)
 
+    def sums(self, module: nn.Module) -> int:
+        """Sum the statistic: the mean of squares, and before it the mean of a LayerNorm."""
+        return 2 if isinstance(module, nn.LayerNorm) else 1
+
     def needs(self, module: nn.Module, ndim: int) -> Layout:
         """Ask for an input whose last dim is sharded."""
         return self.shard_of(module).at(ndim - 1)
