@@ -21,7 +21,9 @@ from shardwise.plan import names
 from shardwise.plan.candidate import Candidate, candidate
 from shardwise.plan.names import RULES, attentions
 from shardwise.plan.names.feed_forwards import FEED_FORWARDS, ONLY_INSIDE
+from tests.adapters import load_flux_adapters, load_sd3_adapter
 from tests.found_plans import THIRTEEN, Difference, difference, model_of
+from tests.helpers import tiny_model
 from tests.small_models import Mlp
 
 # --- the shipped families, as if nothing were known of them -------------------------------------------------------
@@ -46,6 +48,19 @@ def test_without_example_inputs_a_plan_is_found_by_names_and_not_proved(
     assert isinstance(found, Candidate)
     assert not found.proved
     assert found.plan == candidate(model_of(name).model, 2).plan
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [("FluxTransformer2DModel", load_flux_adapters), ("SD3Transformer2DModel", load_sd3_adapter)],
+)
+def test_adapter_in_an_attention_follows_and_is_not_whole(name: str, load: Callable[[Any], None]) -> None:
+    model, without = tiny_model(name), candidate(model_of(name).model, 2)
+    load(model)
+    found = candidate(model, 2)
+    assert found.plan.items() >= without.plan.items()
+    assert not any("transformer_blocks" in key for key in found.whole)
+    assert shardwise.check(model, found.plan, 2).ok
 
 
 # --- classes without a plan ----------------------------------------------------------------------------------------
@@ -236,6 +251,10 @@ ATTENTIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "a norm over all of fewer heads": (
         lambda: attention({"to_k": (20, 24), "to_v": (20, 24)}, norm_k=rms(24)),
         QKV | {"norm_k": "across_head_norm"},
+    ),
+    "a LayerNorm over all heads": (
+        lambda: attention(norm_q=nn.LayerNorm(WIDTH)),
+        QKV | {"norm_q": "across_head_norm"},
     ),
     "a norm in front": (lambda: attention(pre_norm_q=nn.LayerNorm(WIDTH)), QKV),
     "nothing learnt": (lambda: attention(dropout=nn.Dropout(), norm_k=nn.Identity()), QKV),
@@ -502,7 +521,10 @@ def test_modulation_that_is_not_large_stays_whole(monkeypatch: pytest.MonkeyPatc
 
 
 def test_modulation_of_an_input_that_the_degree_does_not_divide_stays_whole() -> None:
-    assert why_whole(lambda: made_of({"linear": (7, 96)}), "adaln_proj").startswith("NothingSharded")
+    assert (
+        why_whole(lambda: made_of({"linear": (7, 96)}), "adaln_proj")
+        == "tp_degree 2 does not divide what it reads"
+    )
 
 
 # --- rotary tables -------------------------------------------------------------------------------------------------

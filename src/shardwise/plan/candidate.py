@@ -124,9 +124,11 @@ def candidate(model: nn.Module, degree: int) -> Candidate:
     plan = outline.in_order(_joined(shared))
     if not plan:
         raise _nothing(model, named, groups, degree)
-    resolve(model, plan, degree)  # all groups together, which were judged one by one
+    planned = {outline.pattern(m.path) for m in resolve(model, plan, degree).modules}
     reasons = {key: group.reason for group in groups for key in group.linears}
-    whole = {key: reasons.get(key, "its name says nothing") for key in outline.candidates if key not in plan}
+    whole = {
+        key: reasons.get(key, "its name says nothing") for key in outline.candidates if key not in planned
+    }
     return Candidate(type(model).__name__, plan, shared, whole, degree)
 
 
@@ -180,7 +182,10 @@ def _judged(model: nn.Module, group: NamedGroup, degree: int) -> NamedGroup:
         if group.entries:
             resolve(model, group.entries, degree)
     except PlanError as error:
-        return group.refused(f"{error.findings[0].kind}: {error.findings[0].message}")
+        finding = error.findings[0]
+        if finding.kind == "NothingSharded":  # a lone projection, which stays whole without a fault
+            return group.refused(f"tp_degree {degree} does not divide what it reads")
+        return group.refused(f"{finding.kind}: {finding.message}")
     return group
 
 

@@ -9,6 +9,7 @@ from math import gcd
 
 from torch import nn
 
+from shardwise.plan import adapters
 from shardwise.plan.heads import HEAD_COUNTS, HEAD_WIDTHS
 from shardwise.plan.linears import (
     ColwiseParallel,
@@ -165,7 +166,7 @@ class _Attention:
         """Return the entries of its norms over all heads; norms over one head at a time need none."""
         found: dict[str, object] = {}
         for name, module in own_modules(self.module):
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) or adapters.is_known(module):  # an adapter follows from the plan
                 continue
             if not is_norm(module) or not _letters(name):
                 if is_norm(module) or has_parameters(module):
