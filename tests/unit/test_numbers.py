@@ -185,3 +185,19 @@ def test_random_numbers_are_the_same_in_both_passes_and_go_on_as_without_a_check
     report = check_module(model, PAIR, x=x)
     assert report.ok, str(report)
     assert torch.equal(torch.randn(4), expected)
+
+
+class Blank(nn.Module):
+    """Fills what is missing with NaN, in a table that each forward makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.gelu(self.a(x + torch.full((7, 16), float("nan")).nan_to_num())))
+
+
+def test_not_a_number_is_the_same_in_both_passes() -> None:
+    report = check_module(Blank(), PAIR)
+    assert report.ok, str(report)

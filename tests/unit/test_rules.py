@@ -78,7 +78,7 @@ class Draw:
         self.copies = self.degree // self.pieces
         self.known: dict[int, tuple[Tensor, Activation]] = {}
         self.terms: dict[int, list[Tensor]] = {}
-        self.follows: dict[int, tuple[Tensor, int]] = {}
+        self.follows: dict[int, tuple[Tensor, int, int]] = {}
 
     def shard_along(self, dim: int, blocks: tuple[int, ...]) -> Shard:
         return Shard(dim, blocks, self.copies)
@@ -134,9 +134,9 @@ class Draw:
         partial = x.dtype.is_floating_point or x.dtype.is_complex
         return self.put(x, Partial()) if partial and self.chance(0.15) else x
 
-    def repeated(self, tensor: Tensor, dim: int) -> Tensor:
-        """A whole tensor that is `tensor` repeated along `dim`, whose size is local on a rank."""
-        self.follows[id(tensor)] = (tensor, dim)
+    def repeated(self, tensor: Tensor, dim: int, run: int | None = None) -> Tensor:
+        """A whole tensor whose values repeat along `dim` in runs, by default one; on a rank the runs are local."""
+        self.follows[id(tensor)] = (tensor, dim, run or tensor.shape[dim])
         return tensor
 
     def partner(self, x: Tensor, dtype: torch.dtype = torch.float64, like: Shard | None = None) -> Tensor:
@@ -147,8 +147,13 @@ class Draw:
             y = self.tensor(sizes, dtype)
             return self.put(y, Partial()) if dtype.is_floating_point and self.chance(0.5) else y
         assert isinstance(shard, Shard)
-        kind = self.pick("same", "same", "one", "one", "short", "repeated", "whole", "other")
+        kind = self.pick("same", "same", "one", "one", "short", "repeated", "runs", "whole", "other")
         sizes[shard.dim] = 1 if kind in ("one", "repeated") else x.shape[shard.dim]
+        if kind == "runs":  # not always those of the blocks
+            run = self.pick(shard.blocks[0], self.pieces)
+            sizes[shard.dim] = -(-shard.size // run)
+            y = self.tensor(sizes, dtype).repeat_interleave(run, shard.dim)
+            return self.repeated(y.narrow(shard.dim, 0, shard.size).contiguous(), shard.dim, run)
         y = self.tensor(sizes, dtype)
         if kind == "same":
             return self.put(y, shard)
@@ -166,8 +171,8 @@ class Draw:
         call = Call(self.name, case.args, case.kwargs, output, self.degree, layouts)
         for tensor in call.tensors:
             call.producers[id(tensor)] = ("the.producer",)
-        for i, (tensor, dim) in self.follows.items():
-            call.repeats[i] = tuple(s if d == dim else 1 for d, s in enumerate(tensor.shape))
+        for i, (tensor, dim, run) in self.follows.items():
+            call.repeats[i] = tuple(run if d == dim else 1 for d in range(tensor.ndim))
         return call
 
     def piece(self, value: Any, rank: int) -> Any:
@@ -175,8 +180,9 @@ class Draw:
             if id(value) in self.terms and isinstance(self.layout(value), Partial):
                 return self.terms[id(value)][rank]
             if id(value) in self.follows:
-                dim = self.follows[id(value)][1]
-                return value.narrow(dim, 0, value.shape[dim] // self.pieces)
+                _, dim, run = self.follows[id(value)]
+                rest = value.shape[dim] % run
+                return cut(value, Shard(dim, (run,) * (value.shape[dim] // run) + (rest,)), 0, self.pieces)
             return cut(value, self.layout(value), rank, self.degree)
         if isinstance(value, (list, tuple)):
             return type(value)(self.piece(item, rank) for item in value)
@@ -1328,3 +1334,31 @@ def test_mask_expanded_over_heads_meets_sharded_heads() -> None:
         "scaled_dot_product_attention", (q, q, q, wide), {}, q, 2, {id(q): shard}, {}, {id(wide): factors}
     )
     assert RULES[call.name](call) == shard
+
+
+def _masked_scores(mask: Tensor, factor: int) -> Activation:
+    """Scores of 3 samples of 4 heads, which are merged into one dim, and a mask of them that repeats in runs."""
+    scores = torch.randn(12, 5, 5)
+    call = Call("add", (scores, mask), {}, scores, 2, {id(scores): Shard(0, (4, 4, 4))})
+    call.repeats[id(mask)] = (factor, 1, 1)
+    return RULES[call.name](call)
+
+
+def test_mask_repeated_for_each_head_of_a_sample_meets_the_heads_of_all_samples() -> None:
+    mask = torch.randn(3, 5, 5)
+    wide = mask.repeat_interleave(4, dim=0)
+    assert repeats(Call("repeat_interleave", (mask, 4), {"dim": 0}, wide, 2)) == (4, 1, 1)
+    assert _masked_scores(wide, 4) == Shard(0, (4, 4, 4))
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3, 6])
+def test_mask_whose_values_change_within_a_sample_does_not(factor: int) -> None:
+    with pytest.raises(Mismatch):
+        _masked_scores(torch.randn(12, 5, 5), factor)
+
+
+def test_runs_that_are_not_those_of_the_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "repeats_along_blocks", lambda blocks, run: True)
+    names = ("add", "mul", "where", "maximum")
+    with pytest.raises(AssertionError):
+        _ = [prove(name, RULES[name]) for name in names]

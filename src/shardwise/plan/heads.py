@@ -48,7 +48,7 @@ HEAD_COUNTS = (
 WIDTHS = ("inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
 """Widths kept beside a head count; code uses their ratio to it, so they are divided together or not at all."""
 
-HEAD_WIDTHS = ("head_dim", "dim_head", "attention_head_dim", "d_head")
+HEAD_WIDTHS = ("head_dim", "dim_head", "dim_heads", "attention_head_dim", "d_head")
 """Attributes that hold the width of one head, which no degree changes."""
 
 CONFIG_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")

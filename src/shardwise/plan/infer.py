@@ -307,6 +307,8 @@ def _settled(model: nn.Module, whole: Subject, found: Entries) -> tuple[dict[str
             error = refused
         keys = {whole.pattern(finding.module) for finding in error.findings}
         known = {key for key in keys - set(plan) if key in divided or key in _guarded(whole, error)}
+        if "" in divided.keys() - plan.keys():
+            known = {""}  # what the model itself counts shows in other modules
         if not known:
             raise error
         plan |= {key: divided.get(key, DivideAttributes()) for key in known}

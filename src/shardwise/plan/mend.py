@@ -27,7 +27,7 @@ from shardwise.plan.repair import (
     ShardToo,
     SplitView,
 )
-from shardwise.plan.styles import DivideAttributes, SliceOutput, as_style, is_count
+from shardwise.plan.styles import CONFIG_PREFIX, DivideAttributes, SliceOutput, as_style, is_count
 from shardwise.plan.subject import DeadEnd, Subject
 
 MOST_PARTS = 7
@@ -253,17 +253,13 @@ def _merged(*cuts: Sequence[int]) -> tuple[int, ...]:
 def divide(subject: Subject, plan: Entries, finding: CheckFinding) -> tuple[dict[str, object], CheckReport]:
     """Return the plan with integer attributes of one module divided that clear it, and the report of that plan.
 
-    Single attributes are tried first, then pairs, then all.
+    Single attributes are tried first, then pairs, then all; at last one that the model's configuration holds too.
 
     Raises:
         DeadEnd: no choice of attributes clears the module.
     """
-    if not isinstance(finding.repair, Divide):
-        raise DeadEnd(finding.message)
     key = subject.pattern(finding.module)
-    have = getattr(plan.get(key), "names", ())
-    for names in _choices(_divisible(subject, finding, have)):
-        trial = {**plan, key: DivideAttributes(*have, *names)}
+    for trial in _divisions(subject, plan, finding):
         try:
             report = subject.check(trial, second=True)
         except DeadEnd:  # some block has no such number
@@ -271,6 +267,32 @@ def divide(subject: Subject, plan: Entries, finding: CheckFinding) -> tuple[dict
         if not any(subject.pattern(f.module) == key for f in report.findings):
             return trial, report
     raise DeadEnd(f"no attribute of {key or 'the model'} explains it: {finding.message}")
+
+
+def _divisions(subject: Subject, plan: Entries, finding: CheckFinding) -> Iterator[dict[str, object]]:
+    """Yield the plans that may clear a finding, each with other numbers divided.
+
+    Raises:
+        DeadEnd: the finding is not one that a number can explain.
+    """
+    if not isinstance(finding.repair, Divide):
+        raise DeadEnd(finding.message)
+    key = subject.pattern(finding.module)
+    have = getattr(plan.get(key), "names", ())
+    for names in _choices(_divisible(subject, finding, have)):
+        yield {**plan, key: DivideAttributes(*have, *names)}
+    of_model = getattr(plan.get(""), "names", ())
+    for own, entry in _kept_twice(subject, finding, have):
+        yield {**plan, key: DivideAttributes(*have, own), "": DivideAttributes(*of_model, entry)}
+
+
+def _kept_twice(subject: Subject, finding: CheckFinding, have: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the attributes of the finding's module with each entry of the model's configuration of the same value."""
+    config = getattr(subject.model, "config", None)
+    entries = config.items() if isinstance(config, Mapping) else ()
+    for own in _divisible(subject, finding, have):
+        value = vars(subject.modules[finding.module])[own]
+        yield from ((own, f"{CONFIG_PREFIX}{name}") for name, entry in entries if entry == value)
 
 
 def _divisible(subject: Subject, finding: CheckFinding, have: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ has a part of that size. Sizes that give the shape of a result are left out here
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,9 +85,9 @@ def _on_a_rank(call: Call, x: Tensor, dim: int, start: int, step: int) -> Place:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Yield the numbers in nested lists, tuples and dicts."""
+    """Yield the numbers in nested lists, tuples and dicts; every NaN is the same one, which is equal to itself."""
     if isinstance(value, float):
-        yield round(value, 12)
+        yield math.nan if math.isnan(value) else round(value, 12)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield value
     elif isinstance(value, (list, tuple, dict)):

@@ -11,9 +11,9 @@ Uses `torch.nn` to recognise modules, and nothing of a process group.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -55,6 +55,9 @@ __all__ = [
 QUERIES_PER_KEY = ("num_key_value_groups", "num_queries_per_kv", "n_rep", "kv_groups")
 """Attribute names under which attentions keep how many query heads read one key and value head."""
 
+CONFIG_PREFIX = "config."
+"""What stands before the name of an entry of a model's configuration, where attributes are named."""
+
 _OF_KEYS = re.compile(r"(?:^|_)(?:kv|key_value)(?:_|$)")
 
 
@@ -66,7 +69,8 @@ class DivideAttributes(Style):
     entry replaces what would be found. `DivideAttributes()` says that nothing is to be divided there.
 
     Args:
-        names: Attributes set on the module itself. One that is None in some blocks is left alone there.
+        names: Attributes set on the module itself. One that is None in some blocks is left alone there. Of a model,
+            `"config.x"` is entry `x` of its configuration, for models that count heads by it in their forward.
     """
 
     opaque: ClassVar[bool] = False
@@ -78,7 +82,7 @@ class DivideAttributes(Style):
     def layouts(self, module: nn.Module) -> dict[str, Layout]:
         """Cut no parameter, but refuse a name that is not an integer attribute of the module."""
         for name in self.names:
-            value = vars(module).get(name, ...)
+            value = _held(module).get(name, ...)
             if value is not None and not is_count(value):
                 counts = ", ".join(n for n, v in vars(module).items() if is_count(v)) or "none"
                 raise StyleFault(
@@ -99,7 +103,7 @@ class DivideAttributes(Style):
                 yield indivisible_heads(name, value, degree)
 
     def _counts(self, module: nn.Module) -> dict[str, int]:
-        own = vars(module)
+        own = _held(module)
         return {name: own[name] for name in self.names if own.get(name) is not None}
 
     def _divisor(self, name: str, degree: int) -> int:
@@ -114,6 +118,13 @@ class DivideAttributes(Style):
     def label(self) -> str:
         """The constructor call."""
         return f"DivideAttributes({', '.join(map(repr, self.names))})"
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Return what a module holds under a name: its own attributes, and the entries of its configuration."""
+    config = getattr(module, "config", None)
+    entries = config.items() if isinstance(config, Mapping) else ()
+    return {**vars(module), **{f"{CONFIG_PREFIX}{key}": value for key, value in entries}}
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Outline:
     @cached_property
     def lists(self) -> tuple[str, ...]:
         """Paths of the outermost lists of blocks."""
-        return tuple(_block_lists(self.model))
+        return tuple(block_lists(self.model))
 
     @cached_property
     def linears(self) -> dict[str, str]:
@@ -180,7 +180,7 @@ def shortened(whole: Subject) -> Subject:
     return short if set(short.order) == set(whole.order) else whole
 
 
-def _block_lists(model: nn.Module) -> Iterator[str]:
+def block_lists(model: nn.Module) -> Iterator[str]:
     """Yield the paths of the outermost lists whose elements are all of one class, and more than a single layer."""
     found: list[str] = []
     for path, module in model.named_modules():

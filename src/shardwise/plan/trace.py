@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.plan.answers import Answers
 from shardwise.plan.rules import tensors_in
 
 _NOT_MODEL_CODE = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), "<")
@@ -38,6 +39,10 @@ QUERIES = frozenset(
     untyped_storage""".split()
 )
 """Functions that answer something about a tensor and make none."""
+
+
+_POSITIONS = frozenset(["arange", "linspace"])
+"""Functions that make positions, and are not written into."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class Tracer(TorchFunctionMode):
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._stack: list[str] = []
         self._opaque = 0
+        self._answers = Answers()
         self._handles: list[RemovableHandle] = []
         self._names: dict[Any, tuple[str, str]] = {}
 
@@ -146,16 +152,17 @@ class Tracer(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self._opaque:
             self.met = []
-        args, kwargs = self._meet(name, args, kwargs)
+        args, kwargs = self._meet(name, *_stay(name, args, kwargs))
         try:
-            output = func(*args, **kwargs)
+            output = self._answers.answer(name, args)
+            output = func(*args, **kwargs) if output is None else output
+            self._answers.note(name, args, kwargs, output)
         except Exception:
             self.failed_at = self.failed_at or (self.path, model_source(), name)
             raise
         if name == "scaled_dot_product_attention":
             output = _as_kernels_leave_it(output)
         if not self._opaque:
-            self.met += _leaving(args, kwargs, output)
             self.watch(name, full_name, args, kwargs, output)
         return output
 
@@ -277,12 +284,20 @@ def quiet_forward(model: nn.Module, inputs: dict[str, Any]) -> None:
         model(**inputs)
 
 
-def _leaving(args: Any, kwargs: Any, output: Any) -> list[Tensor]:
-    """Return the tensors with values that code itself takes to where the weights are, by their device."""
-    given = list(tensors_in((args, kwargs)))
-    if any(tensor.is_meta for tensor in given) or not any(tensor.is_meta for tensor in tensors_in(output)):
-        return []
-    return given
+def _stay(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call, without the wish to take a tensor with values to where the weights are.
+
+    Code looks into masks and numbers that it has moved to the device of its input. Positions that are made there keep
+    their values too: tables made of them may come from a cache, and are compared where they meet the weights.
+    """
+    if name not in _POSITIONS and (name != "to" or args[0].is_meta):
+        return args, kwargs
+    device = args[0].device if name == "to" else torch.device("cpu")
+
+    def here(value: Any) -> Any:
+        return device if isinstance(value, torch.device) and value.type == "meta" else value
+
+    return tuple(map(here, args)), {key: here(value) for key, value in kwargs.items()}
 
 
 def _as_kernels_leave_it(attention: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.functional import linear as matmul
@@ -23,6 +23,7 @@ from shardwise.runtime.collectives import enter_shard, reduce_partial, split_las
 from shardwise.runtime.gradients import sum_gradients, sum_gradients_of_copies
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.norms import LocalNorm
+from shardwise.runtime.state import Refusal
 
 
 class LocalLinear(nn.Linear):
@@ -231,7 +232,19 @@ LOCAL_CLASSES: dict[type[styles.Style], type[RuntimeHalf]] = {
 def adopt(module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
     """Make a module that holds this rank's parameters do this rank's part of the work, as its style says."""
     for name, value in planned.attributes.items():
-        setattr(module, name, value)
+        _set(module, name, value)
     half = LOCAL_CLASSES.get(type(planned.style))
     if half is not None:
         half.adopt(module, group, planned)
+
+
+def _set(module: nn.Module, name: str, value: int) -> None:
+    """Set an attribute, or an entry of the model's configuration, which is then no longer one to save."""
+    entry = name.removeprefix(styles.CONFIG_PREFIX)
+    if entry == name:
+        setattr(module, name, value)
+        return
+    register: Any = module.register_to_config  # of diffusers' models, as the configuration is
+    register(**{entry: value})
+    hint = f"{entry} in its configuration is that of one rank; save the model before sharding it"
+    vars(module)["save_config"] = Refusal("save_config", type(module).__name__, hint)

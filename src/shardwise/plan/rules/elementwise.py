@@ -7,6 +7,7 @@ not be cut, and `agree` for tensors that meet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -200,7 +201,7 @@ def agree(call: Call, operands: Sequence[tuple[Tensor, Activation]], ndim: int) 
     """Return the layout of a result of `ndim` dims whose operands, none partial, are aligned at the last dim.
 
     All shards must be equal. A whole operand passes if it lacks the sharded dim, has size 1 there, or repeats its
-    values all along it: then the code makes it as large as the rank's piece.
+    values all along it, or at least all along each block: then the code makes it as large as the rank's piece.
     """
     sharded = [(x, s.at(s.dim + ndim - x.ndim)) for x, s in operands if isinstance(s, Shard)]
     if not sharded:
@@ -211,7 +212,9 @@ def agree(call: Call, operands: Sequence[tuple[Tensor, Activation]], ndim: int) 
             raise unequal(call, first, shard, other, its)
     for other, layout in operands:
         dim = shard.dim - (ndim - other.ndim)
-        if not isinstance(layout, Shard) and dim >= 0 and not follows(call, other, dim):
+        if isinstance(layout, Shard) or dim < 0 or follows(call, other, dim):
+            continue
+        if not repeats_along_blocks(shard.blocks, call.repeated(other)[dim]):
             raise whole_beside(call, first, shard, other, dim)
     return shard
 
@@ -219,6 +222,12 @@ def agree(call: Call, operands: Sequence[tuple[Tensor, Activation]], ndim: int) 
 def follows(call: Call, whole: Tensor, dim: int) -> bool:
     """Return whether a whole tensor can meet a shard along `dim`."""
     return whole.shape[dim] == 1 or call.repeated(whole)[dim] == whole.shape[dim]
+
+
+def repeats_along_blocks(blocks: Sequence[int], run: int) -> bool:
+    """Return whether each block lies in one run of equal values: a mask, repeated for each head of a sample."""
+    ends = accumulate(blocks)
+    return all((end - block) // run == (end - 1) // run for block, end in zip(blocks, ends, strict=True))
 
 
 def unequal(call: Call, x: Tensor, shard: Shard, other: Tensor, its: Shard) -> Mismatch:
