@@ -3,7 +3,8 @@
 A branch is what it changes: in the family's tiny configuration, in the model, and in its example inputs. Other
 configurations of a class stand beside its plan, as `TINY_VARIANTS`. Not here are arguments that change no number
 (`return_dict`, and `attention_kwargs` where they hold nothing but the scale of a LoRA), and two that no
-configuration of diffusers 0.42.1 can take: `guidance` of Qwen-Image and `timestep_cond` of CogVideoX.
+configuration of diffusers 0.42.1 can take: `guidance` of Qwen-Image and `timestep_cond` of CogVideoX. Nor are the
+ControlNet residuals of Hunyuan-DiT, whose forward takes them out of the list that it is given.
 MiniMax-H3 has no optional argument.
 """
 
@@ -77,6 +78,23 @@ class WithCache(nn.Module):
         return first, second
 
 
+class WithGivenImage(WithCache):
+    """Two steps of GLM-Image: the keys and values of a given image are kept in the first and read in the second."""
+
+    def forward(self, return_dict: bool = True, **inputs: Any) -> tuple[Tensor, Tensor]:
+        from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+
+        cache = GlmImageKVCache(len(self.transformer.transformer_blocks))
+        cache.set_mode("write")
+        given = {key: value[:1] for key, value in inputs.items() if key != "attention_mask"}
+        given["encoder_hidden_states"] = given["encoder_hidden_states"][:, :0]
+        (first,) = self.transformer(**given, kv_caches=cache, return_dict=False)
+        cache.set_mode("read")
+        inputs["attention_mask"] = None  # its code knows no mask over kept tokens
+        (second,) = self.transformer(**inputs, kv_caches=cache, return_dict=False)
+        return first, second
+
+
 def _with_cache(model: Any) -> WithCache:
     from diffusers.models.transformers import transformer_flux2 as flux2
 
@@ -137,10 +155,29 @@ def _no_clean_image(known: Inputs) -> Inputs:
     return {"x": [[None, pair[-1]] for pair in known["x"]]}
 
 
+def _only_drawn(known: Inputs) -> Inputs:
+    """Return inputs of OmniGen for the time and the image that is drawn: the last 16 tokens."""
+    mask = known["attention_mask"][:, -16:, -16:]
+    return {"input_ids": None, "attention_mask": mask, "position_ids": known["position_ids"][:, :16]}
+
+
+def _in_patches(known: Inputs) -> Inputs:
+    """Return inputs without a part to fill in, which Stable Audio 3 takes only without patches."""
+    return {"local_add_cond": None}
+
+
 FLUX, FLUX2, QWEN = "FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel"
 SD3, LTX, ZIMAGE = "SD3Transformer2DModel", "LTXVideoTransformer3DModel", "ZImageTransformer2DModel"
 HUNYUAN, LUMINA = "HunyuanVideoTransformer3DModel", "Lumina2Transformer2DModel"
 COGVIDEOX = "CogVideoXTransformer3DModel"
+KREA2, IDEOGRAM4 = "Krea2Transformer2DModel", "Ideogram4Transformer2DModel"
+OMNIGEN, PRX = "OmniGenTransformer2DModel", "PRXTransformer2DModel"
+STABLE_AUDIO, STABLE_AUDIO3 = "StableAudioDiTModel", "StableAudio3DiTModel"
+JOY_PLUS, LUMINA_NEXT = "JoyImageEditPlusTransformer3DModel", "LuminaNextDiT2DModel"
+COGVIDEOX, COGVIEW4 = "CogVideoXTransformer3DModel", "CogView4Transformer2DModel"
+GLM, LATTE, PRIOR = "GlmImageTransformer2DModel", "LatteTransformer3DModel", "PriorTransformer"
+COSMOS, PIXART = "CosmosTransformer3DModel", "PixArtTransformer2DModel"
+EASYANIMATE = "EasyAnimateTransformer3DModel"
 
 BRANCHES: dict[str, Branch] = {
     "flux without guidance": Branch(FLUX, config={"guidance_embeds": False}),
@@ -212,5 +249,35 @@ BRANCHES: dict[str, Branch] = {
     "cogvideox with an attention mask": Branch(
         COGVIDEOX, lambda known: {"attention_kwargs": {"attention_mask": _bias(3, 52)}}
     ),
+    "krea2 without a mask": Branch(KREA2, _left_out("encoder_attention_mask")),
+    "ideogram4 with a timestep for each token": Branch(
+        IDEOGRAM4, lambda known: {"timestep": torch.arange(3 * 23).view(3, 23) / 69}
+    ),
+    "omnigen without text": Branch(OMNIGEN, _only_drawn),
+    "omnigen with a long text": Branch(OMNIGEN, lambda known: {"position_ids": known["position_ids"] + 20}),
+    "omnigen without a mask": Branch(OMNIGEN, _left_out("attention_mask")),
+    "prx without a mask": Branch(PRX, _left_out("attention_mask")),
+    "stable-audio without masks": Branch(STABLE_AUDIO, _left_out("attention_mask", "encoder_attention_mask")),
+    "stable-audio without rotary positions": Branch(STABLE_AUDIO, _left_out("rotary_embedding")),
+    "stable-audio-3 without a part to fill in": Branch(STABLE_AUDIO3, _left_out("local_add_cond")),
+    "stable-audio-3 without padding": Branch(STABLE_AUDIO3, _left_out("encoder_attention_mask")),
+    "stable-audio-3 without memory": Branch(STABLE_AUDIO3, config={"num_memory_tokens": 0}),
+    "stable-audio-3 with patches": Branch(STABLE_AUDIO3, _in_patches, {"patch_size": 3}),
+    "joy-image-edit-plus without a mask": Branch(JOY_PLUS, _left_out("encoder_hidden_states_mask")),
+    "lumina-next with attention in proportion": Branch(
+        LUMINA_NEXT, lambda known: {"cross_attention_kwargs": {"base_sequence_length": 9}}
+    ),
+    "cogview4 without a mask": Branch(COGVIEW4, _left_out("attention_mask")),
+    "cosmos without a frame rate": Branch(COSMOS, _left_out("fps")),
+    "easyanimate with latents to follow": Branch(
+        EASYANIMATE, lambda known: {"inpaint_latents": None, "control_latents": _noise(3, 5, 3, 10, 6)}
+    ),
+    "glm-image without a mask": Branch(GLM, _left_out("attention_mask")),
+    "glm-image with a cache of a given image": Branch(GLM, prepare=WithGivenImage),
+    "latte without attention in time": Branch(LATTE, lambda known: {"enable_temporal_attentions": False}),
+    "pixart with a mask of the image": Branch(
+        PIXART, lambda known: {"attention_mask": (_bias(3, 15) == 0).float()}
+    ),
+    "prior without a mask": Branch(PRIOR, _left_out("attention_mask")),
 }
 """What may be given to a family and what may be left out, one at a time."""

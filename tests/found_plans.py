@@ -13,6 +13,7 @@ import shardwise
 from shardwise.plan.infer import Inferred
 from shardwise.plan.resolve import resolve
 from shardwise.plan.styles import as_style
+from shardwise.plan.subject import block_lists
 
 VARIANTS = (
     "WanTransformer3DModel:image_to_video",
@@ -57,10 +58,11 @@ def difference(name: str, plan: Mapping[str, Any]) -> Difference:
     """
     whole, found = model_of(name), _parted(plan)
     declared = _parted(whole.plan)
+    searched = tuple(f"{path}.*" for path in block_lists(whole.model))
     return Difference(
         groups=_meaning(whole, found[0]) != _meaning(whole, declared[0]),
         more=tuple(sorted(found[1] - declared[1])),
-        less=tuple(sorted(key for key in declared[1] - found[1] if "*" in key)),
+        less=tuple(sorted(key for key in declared[1] - found[1] if key.startswith(searched))),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,16 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return inputs with their floating tensors in `dtype`; those in a tuple are tables, which stay as they are."""
+    """Return inputs with their floating tensors in `dtype`; a tuple holds tables, which stay as they are.
+
+    But for a pair of texts and images, which are data.
+    """
 
     def convert(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return {k: v if isinstance(v, tuple) else map_tensors(convert, v) for k, v in inputs.items()}
+    tables = {k for k, v in inputs.items() if isinstance(v, tuple) and k != "encoder_hidden_states"}
+    return {k: v if k in tables else map_tensors(convert, v) for k, v in inputs.items()}
 
 
 def save_tiny(name: str, folder: Path, max_shard_size: str = "10GB", **config: Any) -> Any:
@@ -87,10 +92,20 @@ def save_tiny(name: str, folder: Path, max_shard_size: str = "10GB", **config: A
     return model
 
 
+def plainly(model: nn.Module) -> dict[str, bool]:
+    """Return what asks a diffusers model for a tuple; one that returns nothing but a tensor is not asked."""
+    return {"return_dict": False} if "return_dict" in signature(type(model).forward).parameters else {}
+
+
+def call(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """Return the output tensors of a diffusers model."""
+    return list(tensors_of(model(**inputs, **plainly(model))))
+
+
 @torch.no_grad()
 def outputs(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    """Return the output tensors of a diffusers model."""
-    return list(tensors_of(model(**inputs, return_dict=False)))
+    """Return the output tensors of a diffusers model, without gradients."""
+    return call(model, inputs)
 
 
 def relative_error(actual: list[Tensor] | Tensor, expected: list[Tensor] | Tensor) -> float:

@@ -145,18 +145,44 @@ def test_static_check_foresees_the_all_reduces(two_ranks: Pool, proofs: Any, nam
     ("name", "expected"),
     [
         # Blocks of each kind, times their rowwise Linears and norms over all heads; lone projections outside.
+        ("AceStepTransformer1DModel", 3 * 3 + 5),
         ("CogVideoXTransformer3DModel", 2 * (2 + 2) + 2),  # attention and ff; 2 modulations
+        ("ErnieImageTransformer2DModel", 2 * 2 + 5),
         ("FluxTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 2),  # double: 2 outputs of each stream; single
         ("Flux2Transformer2DModel", 2 * 4 + 2 * 1 + 7),
         ("HunyuanVideoTransformer3DModel", 2 * (4 + 2) + 2 * (1 + 1) + 1 * 3 + 1),  # double, single, refiner
+        ("Ideogram4Transformer2DModel", 2 * (2 + 1) + 3),
+        ("JoyImageEditPlusTransformer3DModel", 2 * 4 + 4),
+        ("JoyImageEditTransformer3DModel", 2 * 4 + 4),
+        ("Krea2Transformer2DModel", 2 * 2 + (2 + 2) * 2 + 4),  # blocks, two kinds of blocks for the text
         ("LTXVideoTransformer3DModel", 2 * (3 + 4) + 4),  # 2 attentions and ff; 4 norms
         ("Lumina2Transformer2DModel", 2 * (2 + 1) + 1 * (2 + 1) + 1 * 2),  # blocks, noise and text refiner
+        ("LuminaNextDiT2DModel", 2 * (2 + 1 + 2 * (2 + 2)) + 1),  # LayerNorms over all heads sum twice
         ("MiniMaxH3Transformer3DModel", 2 * 2 + 2 * (2 + 1)),  # refiner; blocks with a modulation
+        ("MiniMaxMusic3RVQDepthDecoder", 3 * 2),
+        ("MiniMaxMusic3Transformer1DModel", 2 * 2 + 2),
+        ("OmniGenTransformer2DModel", 2 * 2 + 3),
+        ("PRXTransformer2DModel", 2 * (2 + 1) + 3),
         ("QwenImageTransformer2DModel", 2 * (4 + 2)),
         # With two attentions; usual; last, without text.
         ("SD3Transformer2DModel", (5 + 2) + (4 + 2) + (2 + 2) + 5),
+        ("StableAudio3DiTModel", 2 * 4 + 5),  # the fourth: the part to fill in
+        ("StableAudioDiTModel", 2 * 3 + 3),
         ("WanTransformer3DModel", 2 * (3 + 4) + 4),
         ("ZImageTransformer2DModel", 2 * (2 + 1) + 1 * (2 + 1) + 1 * 2 + 1),
+        ("AnyFlowTransformer3DModel", 5 + 2 * (3 + 4)),
+        ("ChronoEditTransformer3DModel", 4 + 2 * (3 + 4)),  # embedders; blocks as Wan's
+        (
+            "HeliosTransformer3DModel",
+            2 * 2 + 2 + 2 * (3 + 4),
+        ),  # time embedded twice: of the video and of its history
+        ("SkyReelsV2Transformer3DModel", 4 + 2 * (3 + 4)),
+        ("WanAnimate2Transformer3DModel", 4 + 2 * (3 + 5)),  # with a norm of image keys
+        ("WanAnimateTransformer3DModel", 4 + 2 * (3 + 4) + 2 * 1),  # and face adapters
+        (
+            "WanVACETransformer3DModel",
+            4 + 2 * (3 + 4) + 2 * (3 + 4 + 1) + 1,
+        ),  # with control blocks
     ],
 )
 def test_P6_one_all_reduce_for_each_rowwise_layer_and_norm_over_all_heads(
@@ -192,6 +218,21 @@ def test_L8_method_of_the_class_equals_one_process(ranks: Pool, name: str) -> No
 @pytest.mark.parametrize(("name", "variant"), variants())
 def test_other_configurations_of_a_class_equal_one_process(two_ranks: Pool, name: str, variant: str) -> None:
     assert max(two_ranks.run(_in_memory, name, True, variant)) < tolerances.FP32
+
+
+def _called_by_a_pipeline(folder: Path) -> float:
+    name, layers = "MiniMaxMusic3RVQDepthDecoder", ("projection", "audio_heads.0", "audio_heads.1")
+    model, whole = load(name, folder), stock(name, folder)
+    x = tiny_inputs(name)["inputs_embeds"]
+    with torch.no_grad():
+        return max(relative_error(model.get_submodule(n)(x), whole.get_submodule(n)(x)) for n in layers)
+
+
+def test_layers_that_a_pipeline_calls_around_the_forward_equal_one_process(
+    ranks: Pool, checkpoints: dict[str, Path]
+) -> None:
+    folder = checkpoints["MiniMaxMusic3RVQDepthDecoder"]
+    assert max(ranks.run(_called_by_a_pipeline, folder)) < tolerances.FP32
 
 
 def _bf16(name: str, folder: Path) -> tuple[float, float, set[str]]:

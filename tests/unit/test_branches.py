@@ -14,7 +14,7 @@ from shardwise.plan.resolve import resolve
 from shardwise.runtime.shard import localized_twin, meta_twin
 from tests import tolerances
 from tests.branches import BRANCHES, FLUX, FLUX2, SD3, ZIMAGE, Branch
-from tests.helpers import FAMILIES, family, outputs, relative_error, tiny_model, variants
+from tests.helpers import FAMILIES, family, outputs, plainly, relative_error, tiny_model, variants
 
 
 def checked(branch: Branch, wrong: dict[str, Any] | None = None, **inputs: Any) -> CheckReport:
@@ -49,7 +49,8 @@ def test_optional_branch_is_right_and_is_not_the_usual_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_output_that_is_a_tuple_is_right(name: str) -> None:
-    report = checked(Branch(name), return_dict=False)
+    branch = Branch(name)
+    report = checked(branch, **plainly(branch.model()))
     assert report.ok, str(report)
 
 

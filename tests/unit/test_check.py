@@ -409,3 +409,15 @@ def test_wrong_plan_of_a_known_class_is_refused_before_sharding() -> None:
 def test_modulation_with_a_plain_row_style_is_found_without_a_forward() -> None:
     finding = only(check_module(Modulation(), {"linear": "rowwise"}, **small_input(Modulation)))
     assert finding.kind == "ShardedInputNeeded"
+
+
+class Looking(Chain):
+    """Takes a mask to the device of its input, and looks into it."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        mask = torch.tensor([True, False]).to(x.device)
+        return F.gelu(x) if torch.any(mask) else x
+
+
+def test_mask_that_code_takes_to_the_weights_device_can_be_looked_into() -> None:
+    assert check_module(Looking(), PAIR).ok

@@ -21,7 +21,7 @@ HEAD_COUNTS = [
     "sliceable_head_dim",
 ]
 WIDTHS = ["inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim"]
-HEAD_WIDTHS = ["head_dim", "dim_head", "attention_head_dim", "d_head"]
+HEAD_WIDTHS = ["head_dim", "dim_head", "dim_heads", "attention_head_dim", "d_head"]
 CONFIG_HEADS = ["num_attention_heads", "num_key_value_heads", "num_kv_heads"]
 
 QKV = {"attn.to_q": "colwise", "attn.to_k": "colwise", "attn.to_v": "colwise", "attn.to_out.0": "rowwise"}
@@ -125,10 +125,14 @@ def test_P7_P11_every_attention_of_a_shipped_plan_has_its_heads_divided(name: st
     module = family(name)
     with meta_parameters():
         model = getattr(module, name)(**module.TINY_CONFIG)
-    counts = {p: m.heads for p, m in model.named_modules() if isinstance(vars(m).get("heads"), int)}
+    shared = {m.path for m in resolve(model, module.PLAN, degree).modules if m.style.leaves_shard}
     local = divided(model, module.PLAN, degree)
-    assert counts
-    assert {path: attributes["heads"] * degree for path, attributes in local.items()} == counts
+    for path, attention in model.named_modules():
+        if "attention" in type(attention).__name__.lower() and f"{path}.to_q" in shared:
+            own = vars(attention)
+            counts = {name: own[name] for name in ("heads", "num_heads") if name in own}
+            assert counts or own.keys() & {*HEAD_COUNTS, *HEAD_WIDTHS}
+            assert {name: local[path][name] * degree for name in counts} == counts
 
 
 # ---------------------------------------------------------------- not found, refused

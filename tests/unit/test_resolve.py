@@ -16,6 +16,11 @@ from shardwise.plan.styles import DivideAttributes, PackedColwiseParallel, Packe
 from shardwise.plan.subject import LARGE
 from tests.helpers import FAMILIES, family
 
+HANDED_OVER = {
+    "HunyuanDiT2DModel": [f"time_extra_emb.pooler.{name}_proj" for name in ("k", "q", "v", "c")],
+}
+"""Large Linears whose weights the model's code hands to a function: no style can speak for them, they stay whole."""
+
 SPLIT = '"rowwise_split_input"'
 
 PLAN = {
@@ -254,7 +259,7 @@ def test_P11_shipped_plan_fits_its_models_and_every_key_is_used_in_one(name: str
 def test_P10_lone_projection_is_split_if_it_holds_a_thousandth_of_the_default_model(name: str) -> None:
     module = family(name)
     with meta_parameters():
-        model = getattr(module, name)()
+        model = getattr(module, name)(**getattr(module, "RELEASED_CONFIG", {}))
     modules = dict(model.named_modules())
     labels = {m.path: m.style.label for m in resolve(model, module.PLAN, 1).modules if m.layouts}
     lone: Counter[str] = Counter()
@@ -263,7 +268,9 @@ def test_P10_lone_projection_is_split_if_it_holds_a_thousandth_of_the_default_mo
             lone[pattern_of(modules, path)] += sum(p.numel() for p in linear.parameters())
     total = sum(p.numel() for p in model.parameters())
     split = {pattern_of(modules, path) for path, label in labels.items() if label == SPLIT}
-    assert split == {key for key, size in lone.items() if size >= LARGE * total}
+    large = {key for key, size in lone.items() if size >= LARGE * total}
+    assert split == large - set(HANDED_OVER.get(name, []))
+    assert set(HANDED_OVER.get(name, [])) <= large
 
 
 # ---------------------------------------------------------------- divisibility, and all faults at once

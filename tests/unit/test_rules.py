@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.plan.findings import slice_starts
 from shardwise.plan.layout import Activation, Partial, Shard, slice_blocks, view_shard
 from shardwise.plan.repair import (
     Align,
@@ -1236,13 +1235,6 @@ def cuttings(size: int) -> Iterable[tuple[int, ...]]:
 )
 def test_slice_keeps_whole_blocks_only(bounds: tuple[int, int, int], blocks: tuple[int, ...] | None) -> None:
     assert slice_blocks(Shard(0, (4, 8)), *bounds, degree=2) == blocks
-
-
-def test_slice_of_a_sharded_dim_says_where_it_starts() -> None:
-    call = Call("__getitem__", (X, (..., slice(4, None))), {}, X[..., 4:], 2, {id(X): HALVES})
-    assert RULES["__getitem__"](call) == Shard(1, (4,))
-    assert slice_starts(call) == (4,)
-    assert slice_starts(Call("narrow", (X, 1, 2, 4), {}, X.narrow(1, 2, 4), 2)) == (2,)
 
 
 # ---------------------------------------------------------------- repeats

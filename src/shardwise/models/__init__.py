@@ -12,45 +12,201 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.models.ace_step import AceStepTransformer1DModel
+    from shardwise.models.allegro import AllegroTransformer3DModel
+    from shardwise.models.anyflow import AnyFlowTransformer3DModel
+    from shardwise.models.aura_flow import AuraFlowTransformer2DModel
+    from shardwise.models.bria import BriaTransformer2DModel
+    from shardwise.models.bria_fibo import BriaFiboTransformer2DModel
+    from shardwise.models.bria_fibo2 import BriaFibo2Transformer2DModel
+    from shardwise.models.chroma import ChromaTransformer2DModel
+    from shardwise.models.chrono_edit import ChronoEditTransformer3DModel
     from shardwise.models.cogvideox import CogVideoXTransformer3DModel
+    from shardwise.models.cogview3 import CogView3PlusTransformer2DModel
+    from shardwise.models.cogview4 import CogView4Transformer2DModel
+    from shardwise.models.consisid import ConsisIDTransformer3DModel
+    from shardwise.models.cosmos import CosmosTransformer3DModel
+    from shardwise.models.cosmos3 import Cosmos3OmniTransformer
+    from shardwise.models.dit import DiTTransformer2DModel
+    from shardwise.models.easyanimate import EasyAnimateTransformer3DModel
+    from shardwise.models.ernie_image import ErnieImageTransformer2DModel
     from shardwise.models.flux import FluxTransformer2DModel
     from shardwise.models.flux2 import Flux2Transformer2DModel
+    from shardwise.models.flux3 import Flux3Transformer2DModel
+    from shardwise.models.glm_image import GlmImageTransformer2DModel
+    from shardwise.models.helios import HeliosTransformer3DModel
+    from shardwise.models.hunyuan_dit import HunyuanDiT2DModel
+    from shardwise.models.hunyuan_image import HunyuanImageTransformer2DModel
     from shardwise.models.hunyuan_video import HunyuanVideoTransformer3DModel
+    from shardwise.models.hunyuan_video15 import HunyuanVideo15Transformer3DModel
+    from shardwise.models.hunyuan_video_framepack import HunyuanVideoFramepackTransformer3DModel
+    from shardwise.models.ideogram4 import Ideogram4Transformer2DModel
+    from shardwise.models.joy_image import JoyImageEditTransformer3DModel
+    from shardwise.models.joy_image_plus import JoyImageEditPlusTransformer3DModel
+    from shardwise.models.kandinsky6 import Kandinsky6Transformer3DModel
+    from shardwise.models.krea2 import Krea2Transformer2DModel
+    from shardwise.models.latte import LatteTransformer3DModel
+    from shardwise.models.longcat_audio import LongCatAudioDiTTransformer
+    from shardwise.models.longcat_image import LongCatImageTransformer2DModel
     from shardwise.models.ltx import LTXVideoTransformer3DModel
     from shardwise.models.lumina2 import Lumina2Transformer2DModel
+    from shardwise.models.lumina_next import LuminaNextDiT2DModel
     from shardwise.models.minimax_h3 import MiniMaxH3Transformer3DModel
+    from shardwise.models.minimax_music3 import MiniMaxMusic3Transformer1DModel
+    from shardwise.models.minimax_music3_rvq import MiniMaxMusic3RVQDepthDecoder
+    from shardwise.models.mochi import MochiTransformer3DModel
+    from shardwise.models.omnigen import OmniGenTransformer2DModel
+    from shardwise.models.ovis_image import OvisImageTransformer2DModel
+    from shardwise.models.pixart import PixArtTransformer2DModel
+    from shardwise.models.prior import PriorTransformer
+    from shardwise.models.prx import PRXTransformer2DModel
     from shardwise.models.qwen_image import QwenImageTransformer2DModel
+    from shardwise.models.sana import SanaTransformer2DModel
+    from shardwise.models.sana_video import SanaVideoTransformer3DModel
     from shardwise.models.sd3 import SD3Transformer2DModel
+    from shardwise.models.skyreels_v2 import SkyReelsV2Transformer3DModel
+    from shardwise.models.stable_audio import StableAudioDiTModel
+    from shardwise.models.stable_audio3 import StableAudio3DiTModel
+    from shardwise.models.t5_film import T5FilmDecoder
+    from shardwise.models.transformer_2d import Transformer2DModel
+    from shardwise.models.transformer_temporal import TransformerTemporalModel
     from shardwise.models.wan import WanTransformer3DModel
+    from shardwise.models.wan_animate import WanAnimateTransformer3DModel
+    from shardwise.models.wan_animate2 import WanAnimate2Transformer3DModel
+    from shardwise.models.wan_vace import WanVACETransformer3DModel
     from shardwise.models.z_image import ZImageTransformer2DModel
 
 FAMILIES = {
+    "AceStepTransformer1DModel": "ace_step",
+    "AllegroTransformer3DModel": "allegro",
+    "AnyFlowTransformer3DModel": "anyflow",
+    "AuraFlowTransformer2DModel": "aura_flow",
+    "BriaFibo2Transformer2DModel": "bria_fibo2",
+    "BriaFiboTransformer2DModel": "bria_fibo",
+    "BriaTransformer2DModel": "bria",
+    "ChromaTransformer2DModel": "chroma",
+    "ChronoEditTransformer3DModel": "chrono_edit",
     "CogVideoXTransformer3DModel": "cogvideox",
+    "CogView3PlusTransformer2DModel": "cogview3",
+    "CogView4Transformer2DModel": "cogview4",
+    "ConsisIDTransformer3DModel": "consisid",
+    "Cosmos3OmniTransformer": "cosmos3",
+    "CosmosTransformer3DModel": "cosmos",
+    "DiTTransformer2DModel": "dit",
+    "EasyAnimateTransformer3DModel": "easyanimate",
+    "ErnieImageTransformer2DModel": "ernie_image",
     "Flux2Transformer2DModel": "flux2",
+    "Flux3Transformer2DModel": "flux3",
     "FluxTransformer2DModel": "flux",
+    "GlmImageTransformer2DModel": "glm_image",
+    "HeliosTransformer3DModel": "helios",
+    "HunyuanDiT2DModel": "hunyuan_dit",
+    "HunyuanImageTransformer2DModel": "hunyuan_image",
+    "HunyuanVideo15Transformer3DModel": "hunyuan_video15",
+    "HunyuanVideoFramepackTransformer3DModel": "hunyuan_video_framepack",
     "HunyuanVideoTransformer3DModel": "hunyuan_video",
+    "Ideogram4Transformer2DModel": "ideogram4",
+    "JoyImageEditPlusTransformer3DModel": "joy_image_plus",
+    "JoyImageEditTransformer3DModel": "joy_image",
+    "Kandinsky6Transformer3DModel": "kandinsky6",
+    "Krea2Transformer2DModel": "krea2",
     "LTXVideoTransformer3DModel": "ltx",
+    "LatteTransformer3DModel": "latte",
+    "LongCatAudioDiTTransformer": "longcat_audio",
+    "LongCatImageTransformer2DModel": "longcat_image",
     "Lumina2Transformer2DModel": "lumina2",
+    "LuminaNextDiT2DModel": "lumina_next",
     "MiniMaxH3Transformer3DModel": "minimax_h3",
+    "MiniMaxMusic3RVQDepthDecoder": "minimax_music3_rvq",
+    "MiniMaxMusic3Transformer1DModel": "minimax_music3",
+    "MochiTransformer3DModel": "mochi",
+    "OmniGenTransformer2DModel": "omnigen",
+    "OvisImageTransformer2DModel": "ovis_image",
+    "PRXTransformer2DModel": "prx",
+    "PixArtTransformer2DModel": "pixart",
+    "PriorTransformer": "prior",
     "QwenImageTransformer2DModel": "qwen_image",
     "SD3Transformer2DModel": "sd3",
+    "SanaTransformer2DModel": "sana",
+    "SanaVideoTransformer3DModel": "sana_video",
+    "SkyReelsV2Transformer3DModel": "skyreels_v2",
+    "StableAudio3DiTModel": "stable_audio3",
+    "StableAudioDiTModel": "stable_audio",
+    "T5FilmDecoder": "t5_film",
+    "Transformer2DModel": "transformer_2d",
+    "TransformerTemporalModel": "transformer_temporal",
+    "WanAnimate2Transformer3DModel": "wan_animate2",
+    "WanAnimateTransformer3DModel": "wan_animate",
     "WanTransformer3DModel": "wan",
+    "WanVACETransformer3DModel": "wan_vace",
     "ZImageTransformer2DModel": "z_image",
 }
 """Class name -> the module of this package that holds it."""
 
 __all__ = [
     "FAMILIES",
+    "AceStepTransformer1DModel",
+    "AllegroTransformer3DModel",
+    "AnyFlowTransformer3DModel",
+    "AuraFlowTransformer2DModel",
+    "BriaFibo2Transformer2DModel",
+    "BriaFiboTransformer2DModel",
+    "BriaTransformer2DModel",
+    "ChromaTransformer2DModel",
+    "ChronoEditTransformer3DModel",
     "CogVideoXTransformer3DModel",
+    "CogView3PlusTransformer2DModel",
+    "CogView4Transformer2DModel",
+    "ConsisIDTransformer3DModel",
+    "Cosmos3OmniTransformer",
+    "CosmosTransformer3DModel",
+    "DiTTransformer2DModel",
+    "EasyAnimateTransformer3DModel",
+    "ErnieImageTransformer2DModel",
     "Flux2Transformer2DModel",
+    "Flux3Transformer2DModel",
     "FluxTransformer2DModel",
+    "GlmImageTransformer2DModel",
+    "HeliosTransformer3DModel",
+    "HunyuanDiT2DModel",
+    "HunyuanImageTransformer2DModel",
+    "HunyuanVideo15Transformer3DModel",
+    "HunyuanVideoFramepackTransformer3DModel",
     "HunyuanVideoTransformer3DModel",
+    "Ideogram4Transformer2DModel",
+    "JoyImageEditPlusTransformer3DModel",
+    "JoyImageEditTransformer3DModel",
+    "Kandinsky6Transformer3DModel",
+    "Krea2Transformer2DModel",
     "LTXVideoTransformer3DModel",
+    "LatteTransformer3DModel",
+    "LongCatAudioDiTTransformer",
+    "LongCatImageTransformer2DModel",
     "Lumina2Transformer2DModel",
+    "LuminaNextDiT2DModel",
     "MiniMaxH3Transformer3DModel",
+    "MiniMaxMusic3RVQDepthDecoder",
+    "MiniMaxMusic3Transformer1DModel",
+    "MochiTransformer3DModel",
+    "OmniGenTransformer2DModel",
+    "OvisImageTransformer2DModel",
+    "PRXTransformer2DModel",
+    "PixArtTransformer2DModel",
+    "PriorTransformer",
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",
+    "SanaTransformer2DModel",
+    "SanaVideoTransformer3DModel",
+    "SkyReelsV2Transformer3DModel",
+    "StableAudio3DiTModel",
+    "StableAudioDiTModel",
+    "T5FilmDecoder",
+    "Transformer2DModel",
+    "TransformerTemporalModel",
+    "WanAnimate2Transformer3DModel",
+    "WanAnimateTransformer3DModel",
     "WanTransformer3DModel",
+    "WanVACETransformer3DModel",
     "ZImageTransformer2DModel",
 ]
 

@@ -67,9 +67,9 @@ def skeleton(target: Any, **overrides: Any) -> nn.Module:
 
 
 def _with_defaults(cls: type[Any]) -> nn.Module:
-    """Return a model of a class in its default configuration."""
+    """Return a model of a class in its default configuration, completed where its family's file does so."""
     try:
-        return cls()  # type: ignore[no-any-return]
+        return cls(**getattr(family_of(cls), "RELEASED_CONFIG", {}))  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:  # what None does where a size is needed
         raise ConfigError(
             f"{cls.__name__} has no default configuration that works ({error}): "
