@@ -94,7 +94,8 @@ def save_tiny(name: str, folder: Path, max_shard_size: str = "10GB", **config: A
 
 def plainly(model: nn.Module) -> dict[str, bool]:
     """Return what asks a diffusers model for a tuple; one that returns nothing but a tensor is not asked."""
-    return {"return_dict": False} if "return_dict" in signature(type(model).forward).parameters else {}
+    own = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    return {"return_dict": False} if "return_dict" in signature(type(own).forward).parameters else {}
 
 
 def call(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
