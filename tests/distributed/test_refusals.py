@@ -312,7 +312,11 @@ def _divisibility(cls: type[Any], kwargs: dict[str, Any], folder: Path | None) -
                 "the whole plan: 1, 2, 3, 6\n",
             ],
         ),
-        (Transformer, {"kv_heads": 2}, ["blocks.0", "kv_heads is 2", "1, 2", "tp_degree 4"]),
+        (
+            Transformer,
+            {"width": 48, "num_attention_heads": 12, "kv_heads": 3},
+            ["blocks.0", "kv_heads is 3", "tp_degree 4", "the whole plan: 1, 3, 6, 12\n"],
+        ),
         (Glu, {"hidden": 10}, ["gate_value", "block 1 of 2 has 10 rows", "block 2 of 2", "1, 2, 5, 10"]),
         (
             Parallel,
