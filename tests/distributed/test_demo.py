@@ -118,7 +118,10 @@ def test_weight_bytes_of_the_embedded_transformer_are_those_really_held(ranks: P
     # of two streams, each feed-forward a fused input of 2 x 384 and an output; single blocks fuse q, k, v and both.
     double = 2 * (4 * 192 * 192 + 192 * 768 + 384 * 192)
     single = 192 * (3 * 192 + 2 * 384) + (192 + 384) * 192
-    planned, whole = (2 * double + 3 * single) * 2, 3_318_096 * 2  # bytes, in bf16
+    # Lone: the second layer of the timestep's embedder, modulations of both streams and of single blocks, the embedder
+    # of 3 x 96 text features, the last modulation.
+    lone = 192 * (192 + 2 * 6 * 192 + 3 * 192 + 3 * 96 + 2 * 192)
+    planned, whole = (2 * double + 3 * single + lone) * 2, 3_318_096 * 2  # bytes, in bf16
     held = planned // ranks.size + whole - planned
     assert ranks.run(_weight_bytes) == [(held, whole, held, held)] * ranks.size
 

@@ -138,7 +138,8 @@ class WholeBlocks:
 def blocks(model: nn.Module, path: str = "", limit: int | None = None) -> Iterator[str]:
     """Yield the paths of the parts that are compared: each module no larger than the largest block, not its children.
 
-    Blocks are the elements of `nn.ModuleList`s. A module without weights is no part of its own.
+    Blocks are the elements of `nn.ModuleList`s. A module without weights is no part of its own, and one that holds a
+    parameter itself is not taken apart.
     """
     if limit is None:
         lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
@@ -146,7 +147,8 @@ def blocks(model: nn.Module, path: str = "", limit: int | None = None) -> Iterat
     children = [(name, child) for name, child in model.named_children() if _size(child)]
     for name, child in children:
         full = ".".join(filter(None, (path, name)))
-        if not isinstance(child, nn.ModuleList) and (_size(child) <= limit or not any(child.children())):
+        atom = not any(child.children()) or any(True for _ in child.parameters(recurse=False))
+        if not isinstance(child, nn.ModuleList) and (_size(child) <= limit or atom):
             yield full
         else:
             yield from blocks(child, full, limit)
