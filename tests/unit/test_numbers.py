@@ -60,6 +60,10 @@ USES: dict[str, tuple[str, Use]] = {
     "a mask": ("LocalScalar", lambda n, x: x * (torch.arange(7) < n)[:, None]),
     "a band": ("LocalScalar", lambda n, x: x + torch.ones(7, 7).tril(n - 3).sum(0)[:, None]),
     "a number taken from a tensor": ("LocalScalar", lambda n, x: x * torch.arange(n, n + 1).item()),
+    "terms that are moved": (
+        "LocalValue",
+        lambda n, x: x + torch.as_tensor(grown(n, torch.ones(7, 1)), device=x.device),
+    ),
     "terms without weights": ("LocalValue", lambda n, x: x + grown(n, torch.ones(7, 1))),
 }
 """What code may do with a number n: the kind of finding, and the code, for a tensor of (3, 7, features)."""
@@ -145,6 +149,19 @@ UNUSED: dict[str, Use] = {
 def test_number_without_weights_that_changes_no_value_is_not_reported(use: str) -> None:
     report = check_module(Numbered("before", UNUSED[use]), PAIR | {"": DivideAttributes("n")})
     assert report.ok, str(report)
+
+
+class Positions(Numbered):
+    """Returns positions as well, which no weight has met."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), torch.arange(self.n, self.n + 7)
+
+
+def test_number_of_a_value_that_is_returned_as_it_is_is_found() -> None:
+    model = Positions("before", UNUSED["nothing"])
+    assert check_module(model, PAIR).ok
+    assert kinds(check_module(model, PAIR | {"": DivideAttributes("n")})) == {"LocalValue"}
 
 
 class Quarter(nn.Module):

@@ -39,6 +39,22 @@ class Tally:
         """Mutants that change the numbers or raise."""
         return sum(self.outcomes[kind] for kind in HARMFUL)
 
+    def add(self, other: Tally) -> None:
+        """Count the mutants of another case too."""
+        self.outcomes += other.outcomes
+        self.caught += other.caught
+        self.at_the_place += other.at_the_place
+        self.missed += other.missed
+        self.false_alarms += other.false_alarms
+
+    def row(self, name: str, degree: int) -> str:
+        """Return the line of the table."""
+        silent, loud = self.outcomes["wrong"], self.outcomes["raises"] + self.outcomes["refused"]
+        return (
+            f"| {name} | {degree} | {self.outcomes.total()} | {self.harmful} ({silent}/{loud}) | {self.caught} "
+            f"| {self.at_the_place} | {len(self.missed)} | {len(self.false_alarms)} |"
+        )
+
 
 def verdict(of: Case, mutant: Mutant, degree: int) -> tuple[Finding, ...]:
     """Return what resolving and checking a mutant finds."""
@@ -81,25 +97,23 @@ def tally(name: str, degree: int, truth: dict[str, list[object]]) -> Tally:
 @click.argument("names", nargs=-1)
 def main(names: tuple[str, ...]) -> None:
     record = json.loads(RECORD.read_text())
-    clean = True
+    sums = {degree: Tally() for degree in DEGREES}
     click.echo(
-        "| model | ranks | mutants | harmful (silent, raising) | caught | at the place | missed | false alarms |"
+        "| model | ranks | mutants | harmful (silent/raising) | caught | at the place | missed | false alarms |"
     )
     click.echo("|---|---|---|---|---|---|---|---|")
     for name in names or case_names():
         for degree in DEGREES:
             start = time.perf_counter()
             t = tally(name, degree, record[name][str(degree)])
-            silent, loud = t.outcomes["wrong"], t.outcomes["raises"] + t.outcomes["refused"]
-            click.echo(
-                f"| {name} | {degree} | {sum(t.outcomes.values())} | {t.harmful} ({silent}/{loud}) | {t.caught} "
-                f"| {t.at_the_place} | {len(t.missed)} | {len(t.false_alarms)} |"
-            )
+            sums[degree].add(t)
+            click.echo(t.row(name, degree))
             for line in [*(f"missed: {m}" for m in t.missed), *(f"false alarm: {m}" for m in t.false_alarms)]:
                 click.echo(line, err=True)
             click.echo(f"{name} at {degree}: {time.perf_counter() - start:.0f} s", err=True)
-            clean = clean and not t.missed and not t.false_alarms
-    sys.exit(0 if clean else 1)
+    for degree, t in sums.items():
+        click.echo(t.row("all", degree))
+    sys.exit(1 if any(t.missed or t.false_alarms for t in sums.values()) else 0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ constant and slice start with what the layouts predict. The second runs only if 
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,8 +20,7 @@ from shardwise.plan.findings import DIVIDE_FIX, CheckFinding
 from shardwise.plan.layout_pass import LayoutTracer
 from shardwise.plan.repair import Divide
 from shardwise.plan.resolve import ResolvedPlan
-from shardwise.plan.shape_pass import ShapeTracer, compare
-from shardwise.plan.trace import meta_forward
+from shardwise.plan.shape_pass import ShapeTracer, compare, compare_outputs
 
 INCONCLUSIVE = frozenset({"NoRule", "ForwardFailed"})
 """Kinds of findings that say the check could not decide, not that the plan is wrong."""
@@ -128,15 +126,14 @@ def check_plan(
 def _run_first(tracer: LayoutTracer, inputs: Mapping[str, Any]) -> bool:
     """Run the first pass; return whether the forward failed."""
     try:
-        with meta_forward(), tracer:
-            output = tracer.model(**copy.deepcopy(dict(inputs)))
+        tracer.run(inputs)
     except Exception as error:
         path, source, _ = tracer.failed_at or ("", "?", "")
         message = f"the forward fails without weights: {type(error).__name__}: {str(error)[:200]}"
         fix = "check the plan with other example inputs, or verify it numerically"
         tracer.findings.append(CheckFinding("ForwardFailed", path, message, fix, source=source))
         return True
-    tracer.check_output(output)
+    tracer.check_output()
     return False
 
 
@@ -144,11 +141,12 @@ def _run_second(first: LayoutTracer, second: ShapeTracer, inputs: Mapping[str, A
     """Run the second pass and return its findings."""
     error: Exception | None = None
     try:
-        with meta_forward(), second:
-            second.model(**copy.deepcopy(dict(inputs)))
+        second.run(inputs)
     except Exception as caught:
         error = caught
     findings = compare(first.events, second.events, complete=error is None)
+    if error is None and not findings:
+        return compare_outputs(first.output, second.output)
     if error is not None and not findings:
         path, source, function = second.failed_at or (second.path, "?", "the forward")
         message = f"on a rank {function} raises {type(error).__name__}: {str(error)[:160]}"

@@ -125,9 +125,9 @@ class LayoutTracer(Tracer):
             self._set(tensor, _Tag(layout, producers, rate))
         self._record(name, self.path, outputs, call, hot)
 
-    def check_output(self, output: Any) -> None:
+    def check_output(self) -> None:
         """Report an output of the model that is not whole."""
-        for tensor in tensors_in(_plain(output)):
+        for tensor in tensors_in(self.output):
             tag = self._tag(tensor)
             if tag.layout is not None and tag.layout != WHOLE:
                 self.findings.append(
@@ -303,8 +303,3 @@ def _piece(tensor: Tensor, tag: _Tag, degree: int) -> Tensor:
     return torch.cat(
         [tensor.narrow(tag.layout.dim, span.start, span.length) for span in spans], tag.layout.dim
     )
-
-
-def _plain(output: Any) -> Any:
-    """Return a model's output as a tuple, if it is one of diffusers' or transformers' output classes."""
-    return output.to_tuple() if hasattr(output, "to_tuple") else output

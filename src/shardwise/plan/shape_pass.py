@@ -116,6 +116,15 @@ def compare(whole: Sequence[Event], local: Sequence[Event], complete: bool = Tru
     return list(findings.values())
 
 
+def compare_outputs(whole: Any, local: Any) -> list[CheckFinding]:
+    """Return whether the model gives back a tensor that no weight was met by, with other values on a rank."""
+    pairs = [pair for pair in zip(tensors_in(whole), tensors_in(local), strict=False) if not pair[0].is_meta]
+    if all(_same_values(wanted, seen) for wanted, seen in pairs):
+        return []
+    message = "the model returns a tensor with other values than the whole model does"
+    return [CheckFinding("LocalValue", "", message, CONSTANT_FIX, repair=Divide("", None, None))]
+
+
 def _compare_paths(
     pairs: list[tuple[Event, Event]],
     whole: list[Event],
@@ -176,8 +185,9 @@ def _number_fault(whole: Event, local: Event) -> CheckFinding | None:
             wanted, seen = zip(*((w, s) for w, s in zip(wanted, seen, strict=True) if w != s), strict=True)
         message = f"{local.name} is called with {seen} on a rank and {wanted} on the whole model"
         return _finding("LocalScalar", local, message, CONSTANT_FIX)
-    if not _fits(whole.places, local.places):
-        w, s = next((w, s) for w, s in zip(whole.places, local.places, strict=False) if not _fits((w,), (s,)))
+    for w, s in zip(whole.places, local.places, strict=False):
+        if _fits((w,), (s,)):
+            continue
         message = f"an index or the start of a slice is {s} on a rank, the layouts say {_show((w,))[0]}"
         fix = "the bounds of the slice are baked into the code: derive them from the local width"
         return _finding("LocalSlice", local, message, fix)
@@ -203,18 +213,15 @@ def _finding(kind: str, at: Event, message: str, fix: str = DIVIDE_FIX) -> Check
 
 def _same_values(whole: Tensor, local: Tensor) -> bool:
     """Return whether a rank computed what the whole model did, or its part along dims that repeat their values."""
-    if whole.shape != local.shape:
-        if any(size % own for size, own in zip(whole.shape, local.shape, strict=True) if own):
-            return True  # a tensor without elements has no values
-        whole = whole[
-            tuple(
-                slice(None, None, max(s // max(own, 1), 1))
-                for s, own in zip(whole.shape, local.shape, strict=True)
-            )
-        ]
-    if whole.is_floating_point() or whole.is_complex():
-        return torch.allclose(whole, local, rtol=1e-4, atol=1e-6, equal_nan=True)
-    return torch.equal(whole, local)
+    if (whole.ndim, whole.dtype, whole.is_meta) != (local.ndim, local.dtype, local.is_meta):
+        return False
+    sizes = list(zip(whole.shape, local.shape, strict=True))
+    if not local.numel() or any(size % own for size, own in sizes):
+        return whole.numel() == local.numel()
+    part = whole[tuple(slice(None, None, size // own) for size, own in sizes)]
+    if part.is_floating_point() or part.is_complex():
+        return torch.allclose(part, local, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return torch.equal(part, local)
 
 
 def _follows(event: Event) -> bool:

@@ -10,9 +10,10 @@ just work; where the two meet in one call, the real tensor is taken to the meta 
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ class Tracer(TorchFunctionMode):
         failed_at: (path, source, function) of the first call that raised, if one did.
         events: What was recorded.
         met: Tensors with values that the current call, or opaque module, was given beside those without.
+        output: What the model returned, once it has been run; diffusers' and transformers' output classes as tuples.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,12 +90,19 @@ class Tracer(TorchFunctionMode):
         self.failed_at: tuple[str, str, str] | None = None
         self.events: list[Event] = []
         self.met: list[Tensor] = []
+        self.output: Any = None
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._stack: list[str] = []
         self._opaque = 0
         self._answers = Answers()
         self._handles: list[RemovableHandle] = []
         self._names: dict[Any, tuple[str, str]] = {}
+
+    def run(self, inputs: Mapping[str, Any]) -> None:
+        """Run the model on a copy of its keyword arguments, without weights."""
+        with meta_forward(), self:
+            output = self.model(**copy.deepcopy(dict(inputs)))
+        self.output = output.to_tuple() if hasattr(output, "to_tuple") else output
 
     def watch(self, name: str, full_name: str, args: Any, kwargs: Any, output: Any) -> None:
         """See one call of a torch function that returned."""
@@ -163,6 +172,9 @@ class Tracer(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             output = _as_kernels_leave_it(output)
         if not self._opaque:
+            # Also where it is not another tensor but a device that takes values to the weights.
+            if any(tensor.is_meta for tensor in tensors_in(output)):
+                self.met += [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_meta]
             self.watch(name, full_name, args, kwargs, output)
         return output
 
