@@ -95,6 +95,19 @@ class WithGivenImage(WithCache):
         return first, second
 
 
+class WithPrefix(WithCache):
+    """Two steps of Qwen-Image 2.1: keys and values of all but the drawn image are kept in the first, then read."""
+
+    def forward(self, return_dict: bool = True, **inputs: Any) -> tuple[Tensor, Tensor]:
+        from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+        cache = QwenImage21KVCache(len(self.transformer.transformer_blocks))
+        (first,) = self.transformer(**inputs, kv_cache=cache, kv_cache_mode="extract", return_dict=False)
+        inputs["timestep"] = inputs["timestep"] / 2
+        (second,) = self.transformer(**inputs, kv_cache=cache, kv_cache_mode="cached", return_dict=False)
+        return first, second
+
+
 def _with_cache(model: Any) -> WithCache:
     from diffusers.models.transformers import transformer_flux2 as flux2
 
@@ -178,6 +191,10 @@ COGVIDEOX, COGVIEW4 = "CogVideoXTransformer3DModel", "CogView4Transformer2DModel
 GLM, LATTE, PRIOR = "GlmImageTransformer2DModel", "LatteTransformer3DModel", "PriorTransformer"
 COSMOS, PIXART = "CosmosTransformer3DModel", "PixArtTransformer2DModel"
 EASYANIMATE = "EasyAnimateTransformer3DModel"
+BRIA, BRIA_FIBO, BRIA_FIBO2 = (f"{name}Transformer2DModel" for name in ("Bria", "BriaFibo", "BriaFibo2"))
+CHROMA, OVIS, QWEN21 = (f"{name}Transformer2DModel" for name in ("Chroma", "OvisImage", "QwenImage21"))
+HUNYUAN15, HUNYUAN_IMAGE = "HunyuanVideo15Transformer3DModel", "HunyuanImageTransformer2DModel"
+FRAMEPACK, MOTIF = "HunyuanVideoFramepackTransformer3DModel", "MotifVideoTransformer3DModel"
 
 BRANCHES: dict[str, Branch] = {
     "flux without guidance": Branch(FLUX, config={"guidance_embeds": False}),
@@ -279,5 +296,36 @@ BRANCHES: dict[str, Branch] = {
         PIXART, lambda known: {"attention_mask": (_bias(3, 15) == 0).float()}
     ),
     "prior without a mask": Branch(PRIOR, _left_out("attention_mask")),
+    # Its code takes the first tokens of the image for text and adds nothing to them.
+    "bria with ControlNet residuals": Branch(
+        BRIA,
+        lambda known: {
+            "controlnet_block_samples": _residuals(2),
+            "controlnet_single_block_samples": _residuals(1, tokens=8),
+        },
+    ),
+    "bria-fibo without guidance": Branch(BRIA_FIBO, config={"guidance_embeds": False}),
+    "bria-fibo with an attention mask": Branch(BRIA_FIBO, _attention_mask("joint_attention_kwargs", 22)),
+    "bria-fibo-2 without a mask": Branch(BRIA_FIBO2, _left_out("encoder_attention_mask")),
+    "bria-fibo-2 without an image": Branch(BRIA_FIBO2, _left_out("context_latents")),
+    "chroma without a mask": Branch(CHROMA, _left_out("attention_mask")),
+    "chroma with ControlNet residuals": Branch(
+        CHROMA,
+        lambda known: {
+            "controlnet_block_samples": _residuals(1),
+            "controlnet_single_block_samples": _residuals(1),
+            "controlnet_blocks_repeat": True,
+        },
+    ),
+    "ovis-image with an attention mask": Branch(OVIS, _attention_mask("joint_attention_kwargs", 22)),
+    "motif-video without a mask": Branch(MOTIF, _left_out("encoder_attention_mask")),
+    "motif-video without an image": Branch(MOTIF, _left_out("image_embeds")),
+    "hunyuan-video-1.5 without a second time": Branch(HUNYUAN15, _left_out("timestep_r")),
+    "framepack without guidance": Branch(FRAMEPACK, config={"guidance_embeds": False}),
+    "hunyuan-image without guidance": Branch(HUNYUAN_IMAGE, config={"guidance_embeds": False}),
+    "hunyuan-image without a second time": Branch(HUNYUAN_IMAGE, _left_out("timestep_r")),
+    "hunyuan-image without a second text": Branch(HUNYUAN_IMAGE, _left_out("encoder_hidden_states_2")),
+    "qwen-image-2.1 without a mask": Branch(QWEN21, _left_out("encoder_hidden_states_mask")),
+    "qwen-image-2.1 with a cache of its prefix": Branch(QWEN21, prepare=WithPrefix),
 }
 """What may be given to a family and what may be left out, one at a time."""

@@ -146,23 +146,42 @@ def test_static_check_foresees_the_all_reduces(two_ranks: Pool, proofs: Any, nam
     [
         # Blocks of each kind, times their rowwise Linears and norms over all heads; lone projections outside.
         ("AceStepTransformer1DModel", 3 * 3 + 5),
+        ("AuraFlowTransformer2DModel", 2 * (4 + 2) + 2 * (2 + 1) + 2),
+        # Read the time twice: that of the noisy image, and zero.
+        ("BriaFibo2Transformer2DModel", 2 * 2 + 2 * 3 + 3 * (2 + 2) + 1),
+        (
+            "BriaFiboTransformer2DModel",
+            2 * (4 + 2) + 2 * (1 + 1) + 4 + 2,
+        ),  # with four layers of the text encoder
+        ("BriaTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 2),
+        ("ChromaTransformer2DModel", 2 * 4 + 2 * 1 + 2 * 1 + 2),  # two layers that make all modulations
         ("CogVideoXTransformer3DModel", 2 * (2 + 2) + 2),  # attention and ff; 2 modulations
         ("ErnieImageTransformer2DModel", 2 * 2 + 5),
         ("FluxTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 2),  # double: 2 outputs of each stream; single
         ("Flux2Transformer2DModel", 2 * 4 + 2 * 1 + 7),
+        # Blocks of three kinds of tokens and joint ones; three times are read, one of them embedded on its own.
+        ("Flux3Transformer2DModel", (3 * 2 + 2) * 2 + 6 + 3 + 2),
+        ("HunyuanImageTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 2 * 3 + 1),
+        ("HunyuanVideo15Transformer3DModel", 2 * (4 + 2) + 2 * 3 + 1),  # double, refiner
+        ("HunyuanVideoFramepackTransformer3DModel", 2 * (4 + 2) + 2 * (1 + 1) + 1 * 3 + 2),
         ("HunyuanVideoTransformer3DModel", 2 * (4 + 2) + 2 * (1 + 1) + 1 * 3 + 1),  # double, single, refiner
         ("Ideogram4Transformer2DModel", 2 * (2 + 1) + 3),
         ("JoyImageEditPlusTransformer3DModel", 2 * 4 + 4),
         ("JoyImageEditTransformer3DModel", 2 * 4 + 4),
         ("Krea2Transformer2DModel", 2 * 2 + (2 + 2) * 2 + 4),  # blocks, two kinds of blocks for the text
+        ("LongCatImageTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 1),
         ("LTXVideoTransformer3DModel", 2 * (3 + 4) + 4),  # 2 attentions and ff; 4 norms
         ("Lumina2Transformer2DModel", 2 * (2 + 1) + 1 * (2 + 1) + 1 * 2),  # blocks, noise and text refiner
         ("LuminaNextDiT2DModel", 2 * (2 + 1 + 2 * (2 + 2)) + 1),  # LayerNorms over all heads sum twice
         ("MiniMaxH3Transformer3DModel", 2 * 2 + 2 * (2 + 1)),  # refiner; blocks with a modulation
         ("MiniMaxMusic3RVQDepthDecoder", 3 * 2),
         ("MiniMaxMusic3Transformer1DModel", 2 * 2 + 2),
+        # Double and single blocks, all but the last of which read the text once more.
+        ("MotifVideoTransformer3DModel", 2 * (4 + 1 + 2) + 3 * (1 + 1) + 2 * 3 + 2),
         ("OmniGenTransformer2DModel", 2 * 2 + 3),
+        ("OvisImageTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 2),
         ("PRXTransformer2DModel", 2 * (2 + 1) + 3),
+        ("QwenImage21Transformer2DModel", 2 * 2 + 5),
         ("QwenImageTransformer2DModel", 2 * (4 + 2)),
         # With two attentions; usual; last, without text.
         ("SD3Transformer2DModel", (5 + 2) + (4 + 2) + (2 + 2) + 5),

@@ -36,12 +36,15 @@ DIFFERENTIABLE = {
     "action_tokens",
     "decoder_input_tokens",
     "hidden_states",
+    "latents_clean",
     "local_latents",
     "sound_tokens",
     "vision_tokens",
     "encoder_hidden_states",
+    "encoder_hidden_states_2",
     "encoder_hidden_states_t5",
     "encoder_hidden_states_image",
+    "image_cond_hidden_states",
     "id_cond",
     "id_vit_hidden",
     "inpaint_latents",
@@ -60,6 +63,7 @@ DIFFERENTIABLE = {
     "inputs_embeds",
     "local_add_cond",
     "text_bth",
+    "text_encoder_layers",
 }
 """Inputs that are data, if they are no codes. Positions are left out: no layer is between them and the heads."""
 

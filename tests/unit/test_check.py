@@ -421,3 +421,24 @@ class Looking(Chain):
 
 def test_mask_that_code_takes_to_the_weights_device_can_be_looked_into() -> None:
     assert check_module(Looking(), PAIR).ok
+
+
+class Spreading(Chain):
+    """Repeats tokens as often as a tensor says, or features."""
+
+    dim = 1
+
+    def middle(self, x: Tensor) -> Tensor:
+        size = x.shape[self.dim]
+        return F.gelu(x.repeat_interleave(torch.arange(size), self.dim).narrow(self.dim, 0, size))
+
+
+class SpreadingFeatures(Spreading):
+    dim = 2
+
+
+def test_tokens_may_be_repeated_unequally_and_sharded_features_may_not() -> None:
+    assert check_module(Spreading(), PAIR).ok
+    finding = check_module(SpreadingFeatures(), PAIR).findings[0]
+    assert finding.kind == "LayoutMismatch"
+    assert "repeats unequally" in finding.message

@@ -55,12 +55,14 @@ if TYPE_CHECKING:
     from shardwise.models.minimax_music3 import MiniMaxMusic3Transformer1DModel
     from shardwise.models.minimax_music3_rvq import MiniMaxMusic3RVQDepthDecoder
     from shardwise.models.mochi import MochiTransformer3DModel
+    from shardwise.models.motif_video import MotifVideoTransformer3DModel
     from shardwise.models.omnigen import OmniGenTransformer2DModel
     from shardwise.models.ovis_image import OvisImageTransformer2DModel
     from shardwise.models.pixart import PixArtTransformer2DModel
     from shardwise.models.prior import PriorTransformer
     from shardwise.models.prx import PRXTransformer2DModel
     from shardwise.models.qwen_image import QwenImageTransformer2DModel
+    from shardwise.models.qwen_image21 import QwenImage21Transformer2DModel
     from shardwise.models.sana import SanaTransformer2DModel
     from shardwise.models.sana_video import SanaVideoTransformer3DModel
     from shardwise.models.sd3 import SD3Transformer2DModel
@@ -120,11 +122,13 @@ FAMILIES = {
     "MiniMaxMusic3RVQDepthDecoder": "minimax_music3_rvq",
     "MiniMaxMusic3Transformer1DModel": "minimax_music3",
     "MochiTransformer3DModel": "mochi",
+    "MotifVideoTransformer3DModel": "motif_video",
     "OmniGenTransformer2DModel": "omnigen",
     "OvisImageTransformer2DModel": "ovis_image",
     "PRXTransformer2DModel": "prx",
     "PixArtTransformer2DModel": "pixart",
     "PriorTransformer": "prior",
+    "QwenImage21Transformer2DModel": "qwen_image21",
     "QwenImageTransformer2DModel": "qwen_image",
     "SD3Transformer2DModel": "sd3",
     "SanaTransformer2DModel": "sana",
@@ -188,11 +192,13 @@ __all__ = [
     "MiniMaxMusic3RVQDepthDecoder",
     "MiniMaxMusic3Transformer1DModel",
     "MochiTransformer3DModel",
+    "MotifVideoTransformer3DModel",
     "OmniGenTransformer2DModel",
     "OvisImageTransformer2DModel",
     "PRXTransformer2DModel",
     "PixArtTransformer2DModel",
     "PriorTransformer",
+    "QwenImage21Transformer2DModel",
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",
     "SanaTransformer2DModel",

@@ -188,6 +188,8 @@ class Tracer(TorchFunctionMode):
             return args, kwargs
         if name in ("__getitem__", "__setitem__") and args[0].is_meta:
             args = (args[0], _plain_index(args[1]), *args[2:])
+        if name == "repeat_interleave" and args[0].is_meta:
+            kwargs = {"output_size": _repeats(*args, **kwargs), **kwargs}
         return _map_tensors((args, kwargs), self._to_meta)  # type: ignore[no-any-return]
 
     def _to_meta(self, tensor: Tensor) -> Tensor:
@@ -321,6 +323,12 @@ def _as_kernels_leave_it(attention: Tensor) -> Tensor:
         return attention
     with torch._C.DisableTorchFunction():
         return attention.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _repeats(x: Tensor, repeats: Tensor, dim: int | None = None, **kwargs: Any) -> int:
+    """Return the size that numbers of repetitions give, which torch cannot add up on the meta device."""
+    size = x.numel() if dim is None else x.shape[dim]
+    return int(repeats.expand(size).sum())
 
 
 def _plain_index(index: Any) -> Any:
