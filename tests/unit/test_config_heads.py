@@ -10,7 +10,7 @@ from shardwise.models.prior import PLAN
 from shardwise.plan.check import check_plan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.styles import StyleFault
-from shardwise.runtime.shard import localized_twin
+from shardwise.runtime.shard import localized_twin, meta_twin
 from tests.helpers import tiny_inputs, tiny_model
 
 PRIOR = "PriorTransformer"
@@ -44,7 +44,9 @@ def test_E4_entry_that_the_degree_does_not_divide_is_refused() -> None:
 
 
 def test_mask_repeated_for_all_heads_is_found_where_the_entry_is_not_divided() -> None:
-    model = tiny_model(PRIOR)
+    model = meta_twin(tiny_model(PRIOR))
     plan = {key: style for key, style in PLAN.items() if key}
     report = check_plan(model, resolve(model, plan, 2), tiny_inputs(PRIOR), localized_twin)
-    assert report.wrong[0].module == "transformer_blocks.0.attn1"
+    assert [finding.module for finding in report.wrong] == ["transformer_blocks.0.attn1"]
+    unmasked = tiny_inputs(PRIOR) | {"attention_mask": None}
+    assert check_plan(model, resolve(model, plan, 2), unmasked, localized_twin).ok
