@@ -13,6 +13,7 @@ from shardwise.plan.styles import (
     IfPresent,
     PackedColwiseParallel,
     PackedRowwiseParallel,
+    SliceInput,
     SliceOutput,
     SliceParameter,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
     "ShardwiseError",
+    "SliceInput",
     "SliceOutput",
     "SliceParameter",
     "TensorParallelConfig",

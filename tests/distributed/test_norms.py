@@ -272,7 +272,7 @@ def _refused(size: int, dim: int, extra: Any) -> str:
 
 @pytest.mark.parametrize(
     ("size", "dim", "extra", "kind"),
-    [(25, -1, None, "IndivisibleOutput"), (24, 3, None, "NoSuchDim"), (24, -1, 5, "NotATensor")],
+    [(25, -1, None, "IndivisibleSlice"), (24, 3, None, "NoSuchDim"), (24, -1, 5, "NotATensor")],
 )
 def test_output_that_cannot_be_sliced_is_refused_in_the_forward(
     two_ranks: Pool, size: int, dim: int, extra: Any, kind: str

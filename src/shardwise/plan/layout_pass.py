@@ -6,7 +6,7 @@ independent fault. Styles say what they need and leave; none is known here by na
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from shardwise.plan.repair import KeepWhole, PlanRowwise, RefineBlocks, Repair, 
 from shardwise.plan.resolve import PlannedModule, ResolvedPlan
 from shardwise.plan.rules import RULES, WHOLE, Call, Mismatch, tensors_in
 from shardwise.plan.rules.repeats import repeats
-from shardwise.plan.styles import GatherOutput, StyleFault
+from shardwise.plan.slices import GatherOutput, SliceInput
+from shardwise.plan.style import StyleFault
 from shardwise.plan.trace import Event, Tracer, model_source
 
 
@@ -44,6 +45,7 @@ class LayoutTracer(Tracer):
         self.plan = plan
         self.findings: list[CheckFinding] = []
         self._planned = {m.path: m for m in plan.modules if m.style.opaque or m.style.gathers}
+        self._slicing = {m.path: m for m in plan.modules if m.style.slices_input}
         self._tags: dict[int, tuple[Tensor, _Tag]] = {}  # holds the tensors, so that ids stay unique
         self._linears = {id(m.weight): p for p, m in model.named_modules() if isinstance(m, nn.Linear)}
         self._owned = {
@@ -62,6 +64,33 @@ class LayoutTracer(Tracer):
     def gathering_paths(self) -> Sequence[str]:
         """Return the planned modules whose slices are put together behind them."""
         return [m.path for m in self.plan.modules if m.style.gathers]
+
+    def slicing_paths(self) -> Sequence[str]:
+        """Return the planned modules whose code sees slices of what they are given."""
+        return list(self._slicing)
+
+    def hand_over(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Give a module other names of the tensors that its style cuts, with the layout of the slices."""
+        planned, module = self._slicing[path], self.model.get_submodule(path)
+        style, slices = planned.style, list[Tensor]()
+        assert isinstance(style, SliceInput)
+
+        def alias(tensor: Tensor) -> Tensor:
+            with torch._C.DisableTorchFunction():
+                slices.append(tensor.view_as(tensor))
+            given = self._tag(tensor)
+            if given.layout not in (None, WHOLE):
+                self.findings.append(_need_finding(planned, WHOLE, given))
+            self._set(slices[-1], _Tag(self._cut(planned, style.cut, tensor), (path,)))
+            return slices[-1]
+
+        try:
+            return style.each_argument(module, args, kwargs, alias)
+        except StyleFault as fault:
+            self._report(fault.kind, fault.message, fault.fix, None, planned)
+            return None
+        finally:
+            self._record("input", path, slices, hot=True)
 
     def seal_box(self, path: str, outputs: list[Tensor]) -> None:
         """Check that what a module returns can be put together."""
@@ -86,20 +115,23 @@ class LayoutTracer(Tracer):
 
     def close_box(self, path: str, outputs: list[Tensor]) -> None:
         """Give the outputs of a planned module the layout that its style leaves."""
+        planned = self._planned[path]
         for output in outputs:
-            self._set(output, _Tag(self._left_by(self._planned[path], output), (path,)))
+            self._set(output, _Tag(self._cut(planned, planned.style.leaves, output), (path,)))
         self._record("module", path, outputs, hot=True)
 
-    def _left_by(self, planned: PlannedModule, output: Tensor) -> Layout | None:
-        """Return the layout that a style leaves; an output that it cannot cut is a finding, and unknown."""
+    def _cut(
+        self, planned: PlannedModule, by: Callable[[nn.Module, tuple[int, ...]], Layout], tensor: Tensor
+    ) -> Layout | None:
+        """Return the layout that a style gives a tensor; one that it cannot cut is a finding, and unknown."""
         try:
-            layout = planned.style.leaves(self.model.get_submodule(planned.path), tuple(output.shape))
+            layout = by(self.model.get_submodule(planned.path), tuple(tensor.shape))
         except StyleFault as fault:
             self._report(fault.kind, fault.message, fault.fix, None, planned)
             return None
         if isinstance(layout, Shard) and layout.indivisible(self.plan.degree):
-            message = f"an output of {layout.size} along dim {layout.dim} is cut in {self.plan.degree}"
-            self._report("IndivisibleOutput", message, "use a degree that divides it", None, planned)
+            message = f"a tensor of {layout.size} along dim {layout.dim} is cut in {self.plan.degree}"
+            self._report("IndivisibleSlice", message, "use a degree that divides it", None, planned)
             return None
         return layout
 

@@ -19,6 +19,7 @@ from shardwise.plan.numbers import places, scalars
 from shardwise.plan.repair import Divide
 from shardwise.plan.resolve import ResolvedPlan
 from shardwise.plan.rules import Call, tensors_in
+from shardwise.plan.slices import SliceInput
 from shardwise.plan.trace import Event, Tracer, model_source
 
 
@@ -29,6 +30,7 @@ class ShapeTracer(Tracer):
         super().__init__(local)
         self._whole = whole
         self._planned = {m.path: m for m in plan.modules if m.style.opaque or m.style.gathers}
+        self._slicing = {m.path: m.style for m in plan.modules if isinstance(m.style, SliceInput)}
         self._hot: dict[int, bool] = {}
         self._held: list[Tensor] = []  # so that no id is used twice
         for _, parameter, _ in watched_shards(local, plan):
@@ -41,6 +43,22 @@ class ShapeTracer(Tracer):
     def gathering_paths(self) -> Sequence[str]:
         """Return the planned modules whose slices are put together behind them."""
         return [path for path, m in self._planned.items() if m.style.gathers]
+
+    def slicing_paths(self) -> Sequence[str]:
+        """Return the planned modules whose code sees slices of what they are given."""
+        return list(self._slicing)
+
+    def hand_over(self, path: str, args: Any, kwargs: Any) -> None:
+        """Mark the slices that a module is given."""
+        slices: list[Tensor] = []
+
+        def mark(tensor: Tensor) -> Tensor:
+            self._mark(tensor, True)
+            slices.append(tensor)
+            return tensor
+
+        self._slicing[path].each_argument(self._whole.get_submodule(path), args, kwargs, mark)
+        self._record("input", path, slices, hot=True)
 
     def close_box(self, path: str, outputs: list[Tensor]) -> None:
         """Mark the outputs of a style that leaves a shard, and clear those of one that does not."""

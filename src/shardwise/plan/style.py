@@ -46,6 +46,9 @@ class Style:
     may_stay_whole: ClassVar[bool] = False
     """Whether the module is left whole where the degree does not divide it: nothing else depends on its cut."""
 
+    slices_input: ClassVar[bool] = False
+    """Whether the module's code sees slices of tensors that its caller has whole."""
+
     opaque: ClassVar[bool] = True
     """Whether the checker takes the style's word for what the module does, and does not look inside."""
 

@@ -2,8 +2,8 @@
 
 A style states which modules it takes, how their parameters are cut, which integer attributes become local,
 and which runtime class does the work. The loader, the runtime and the reports ask the style; nobody else
-branches on what kind a style is. Adding a style is adding a class here (or in `plan.linears`) and its runtime
-half in `runtime.modules.LOCAL_CLASSES`.
+branches on what kind a style is. Adding a style is adding a class here (or in `plan.linears`, `plan.slices`) and
+its runtime half in `runtime.modules.LOCAL_CLASSES`.
 
 Uses `torch.nn` to recognise modules, and nothing of a process group.
 """
@@ -27,6 +27,7 @@ from shardwise.plan.linears import (
     RowwiseParallel,
     RowwiseSplitInputParallel,
 )
+from shardwise.plan.slices import GatherOutput, SliceInput, SliceOutput, SliceParameter
 from shardwise.plan.style import Style, StyleFault, indivisible_heads, is_count
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "PerHead",
     "RowwiseParallel",
     "RowwiseSplitInputParallel",
+    "SliceInput",
     "SliceOutput",
     "SliceParameter",
     "Style",
@@ -220,119 +222,6 @@ _DIFFUSERS_NORM = "diffusers.models.normalization.RMSNorm"  # known by name: dif
 
 
 @dataclass(frozen=True)
-class SliceOutput(Style):
-    """Cut what a module returns: each rank goes on with its own slice of a tensor that it computed whole.
-
-    For a rotary table that is laid over all heads, as LTX has. The module itself stays as it is.
-
-    Args:
-        dim: The dim that is cut, in each tensor of the output; negative counts from the end.
-    """
-
-    leaves_shard: ClassVar[bool] = True
-    dim: int
-
-    def __post_init__(self) -> None:
-        if type(self.dim) is not int:
-            raise ConfigError(f"SliceOutput: dim must be an integer, got {self.dim!r}")
-
-    def layouts(self, module: nn.Module) -> dict[str, Layout]:
-        """Cut no parameter."""
-        return {}
-
-    def leaves(self, module: nn.Module, shape: tuple[int, ...]) -> Layout:
-        """Leave the style's dim sharded.
-
-        Raises:
-            StyleFault: the output has no such dim.
-        """
-        if not -len(shape) <= self.dim < len(shape):
-            raise StyleFault(
-                "NoSuchDim",
-                f"the output has shape {list(shape)}, and no dim {self.dim}",
-                "name a dim of every tensor that the module returns",
-            )
-        dim = self.dim % len(shape)
-        return Shard(dim, (shape[dim],))
-
-    @property
-    def label(self) -> str:
-        """The constructor call."""
-        return f"SliceOutput({self.dim})"
-
-
-@dataclass(frozen=True)
-class SliceParameter(Style):
-    """Cut a parameter that a module holds itself, such as one number or one table per head.
-
-    The module's code is watched like any other: what it makes of the parameter is a slice too.
-
-    Args:
-        name: The parameter's name in the module.
-        dim: The dim that is cut; negative counts from the end.
-    """
-
-    opaque: ClassVar[bool] = False
-    name: str
-    dim: int
-
-    def layouts(self, module: nn.Module) -> dict[str, Layout]:
-        """Cut the one parameter.
-
-        Raises:
-            StyleFault: the module has no such parameter, or the parameter no such dim.
-        """
-        parameter = module._parameters.get(self.name)
-        if parameter is None or not -parameter.ndim <= self.dim < parameter.ndim:
-            held = ", ".join(f"{n} {list(p.shape)}" for n, p in module.named_parameters(recurse=False))
-            raise StyleFault(
-                "NoSuchParameter",
-                f"{type(module).__name__} has no parameter {self.name!r} of its own with a dim {self.dim}",
-                f"its parameters are: {held or 'none'}",
-            )
-        dim = self.dim % parameter.ndim
-        return {self.name: Shard(dim, (parameter.shape[dim],))}
-
-    def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
-        """Yield a fault if `degree` does not divide the dim."""
-        size = module.get_parameter(self.name).shape[self.dim]
-        if size % degree:
-            yield StyleFault(
-                "IndivisibleParameter",
-                f"{self.name} has {size} entries along dim {self.dim}; {size} is not divisible by tp_degree {degree}",
-                f"use a degree that divides it: {', '.join(map(str, divisors(size)))}",
-            )
-
-    @property
-    def label(self) -> str:
-        """The constructor call."""
-        return f"SliceParameter({self.name!r}, {self.dim})"
-
-
-@dataclass(frozen=True)
-class GatherOutput(Style):
-    """Put together the slices that a module returns, so that what follows sees whole tensors.
-
-    Found for attentions with an adapter that adds to their output; a plan need not name it.
-
-    Args:
-        width: Full size of the last dim of what is cut. Other tensors stay as they are.
-    """
-
-    opaque: ClassVar[bool] = False
-    gathers: ClassVar[bool] = True
-    width: int
-
-    def layouts(self, module: nn.Module) -> dict[str, Layout]:
-        """Cut no parameter."""
-        return {}
-
-    def takes(self, ndim: int) -> Shard:
-        """Return the layout of what is put together, of `ndim` dims."""
-        return Shard(ndim - 1, (self.width,))
-
-
-@dataclass(frozen=True)
 class IfPresent:
     """A style for modules that only some configurations of a model have.
 
@@ -376,5 +265,5 @@ def as_style(value: object) -> Style:
         "UnknownStyle",
         f"{value!r} is not a sharding style",
         f"use one of {', '.join(map(repr, STYLES))}, PackedColwiseParallel, PackedRowwiseParallel, "
-        "DivideAttributes, SliceOutput, SliceParameter, IfPresent",
+        "DivideAttributes, SliceInput, SliceOutput, SliceParameter, IfPresent",
     )

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.plan.answers import Answers
+from shardwise.plan.flex import plain_flex_attention
 from shardwise.plan.rules import tensors_in
 
 _NOT_MODEL_CODE = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), "<")
@@ -128,6 +129,14 @@ class Tracer(TorchFunctionMode):
         """Return the paths of the modules whose slices are put together behind their code, in a box of its own."""
         return ()
 
+    def slicing_paths(self) -> Sequence[str]:
+        """Return the paths of the modules whose code sees slices of what they are given, cut in a box of its own."""
+        return ()
+
+    def hand_over(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """See what a slicing module is given; what is returned replaces its arguments."""
+        return None
+
     def __enter__(self) -> Any:
         """Start watching."""
         self._handles = [
@@ -145,6 +154,11 @@ class Tracer(TorchFunctionMode):
             # In front of the hook that gathers, and behind it.
             self._handles.append(module.register_forward_hook(sealing, prepend=True))
             self._handles.append(module.register_forward_hook(closing, with_kwargs=True))
+        for path in self.slicing_paths():
+            module = self.model.get_submodule(path)
+            # Around the hook that slices.
+            self._handles.append(module.register_forward_pre_hook(self._shutter, prepend=True))
+            self._handles.append(module.register_forward_pre_hook(self._giver(path), with_kwargs=True))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *details: Any) -> None:
@@ -240,6 +254,19 @@ class Tracer(TorchFunctionMode):
 
         return hook
 
+    def _shutter(self, module: nn.Module, args: Any) -> None:
+        self._opaque += 1
+
+    def _giver(self, path: str) -> Callable[..., tuple[Any, Any] | None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            self._opaque -= 1
+            if self._opaque:
+                return None
+            self.met = []
+            return self.hand_over(path, args, kwargs)
+
+        return hook
+
     def _closer(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._opaque -= 1
@@ -264,7 +291,7 @@ def model_source() -> str:
 
 @contextmanager
 def meta_forward() -> Iterator[None]:
-    """Let forward passes run on the meta device: without gradients, and without autocast, which refuses it.
+    """Let forward passes run on the meta device: without gradients, autocast and FlexAttention, which refuse it.
 
     Each draws the same random numbers, and leaves those that follow as they were.
     """
@@ -281,7 +308,7 @@ def meta_forward() -> Iterator[None]:
         torch.default_generator.manual_seed(0)
         if devices:
             torch.cuda.manual_seed_all(0)
-        with mock.patch.object(torch.amp.autocast_mode.autocast, "__init__", init):
+        with mock.patch.object(torch.amp.autocast_mode.autocast, "__init__", init), plain_flex_attention():
             yield
 
 

@@ -23,6 +23,7 @@ from shardwise.runtime.collectives import enter_shard, reduce_partial, split_las
 from shardwise.runtime.gradients import sum_gradients, sum_gradients_of_copies
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.norms import LocalNorm
+from shardwise.runtime.slices import InputSlice, OutputSlice
 from shardwise.runtime.state import Refusal
 
 
@@ -124,60 +125,6 @@ class GradientSum:
 
 
 @dataclass(frozen=True)
-class OutputSlice:
-    """A forward hook that takes this rank's slice of each tensor that a module returns.
-
-    Attributes:
-        planned: The module's entry in the resolved plan; its style names the dim.
-        group: The ranks that take the other slices.
-    """
-
-    planned: PlannedModule
-    group: TensorParallelGroup
-
-    @classmethod
-    def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
-        """Slice what the module returns from now on."""
-        module.register_forward_hook(cls(planned, group))
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> object:
-        """Return the slices: of a tensor, or of each tensor of a tuple or list.
-
-        Raises:
-            PlanError: the output is something else, or the degree does not divide it.
-        """
-        if isinstance(output, Tensor):
-            return self._slice(module, output)
-        if type(output) in (tuple, list):
-            assert isinstance(output, tuple | list)
-            return type(output)(self(module, args, part) for part in output)
-        raise self._error("NotATensor", f"returns a {type(output).__name__}, not tensors")
-
-    def _slice(self, module: nn.Module, tensor: Tensor) -> Tensor:
-        style = self.planned.style
-        assert isinstance(style, styles.SliceOutput)
-        if not -tensor.dim() <= style.dim < tensor.dim():
-            raise self._error("NoSuchDim", f"returns a tensor of {tensor.dim()} dims")
-        shard = style.leaves(module, tuple(tensor.shape))
-        assert isinstance(shard, Shard)
-        if shard.indivisible(self.group.degree):
-            message = f"returns {shard.size} features, which tp_degree {self.group.degree} does not divide"
-            raise self._error("IndivisibleOutput", message)
-        (span,) = shard.spans(self.group.rank, self.group.degree)
-        return enter_shard(tensor, self.group).narrow(shard.dim, span.start, span.length)
-
-    def _error(self, kind: str, message: str) -> PlanError:
-        finding = Finding(
-            kind=kind,
-            module=self.planned.path,
-            plan_key=self.planned.plan_key,
-            message=f"{self.planned.style.label} cannot slice it: it {message}",
-            fix="take the entry out, or name a module that returns tensors that the degree divides along this dim",
-        )
-        return PlanError([finding], "a tensor parallel model in its forward")
-
-
-@dataclass(frozen=True)
 class OutputGather:
     """A forward hook that puts together the slices that a module returns.
 
@@ -224,6 +171,7 @@ LOCAL_CLASSES: dict[type[styles.Style], type[RuntimeHalf]] = {
     styles.AcrossHeadNorm: LocalNorm,
     styles.PerHead: GradientSum,
     styles.SliceOutput: OutputSlice,
+    styles.SliceInput: InputSlice,
     styles.GatherOutput: OutputGather,
 }
 """The runtime half of each style that needs one: some only cut parameters, or divide attributes."""
