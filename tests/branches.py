@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from shardwise.models.lookup import example_inputs
 from tests.adapters import load_flux_adapters, load_sd3_adapter
@@ -108,6 +110,70 @@ class WithPrefix(WithCache):
         return first, second
 
 
+class WithEarlierChunks(WithCache):
+    """Two steps of AnyFlow-FAR: keys and values of all chunks but the last are kept in room for all heads, and read."""
+
+    def forward(self, return_dict: bool = True, **inputs: Any) -> tuple[Tensor]:
+        config, (*given, _) = self.transformer.config, inputs["chunk_partition"]
+        text, size = inputs["encoder_hidden_states"], inputs["hidden_states"].shape
+        room = (2, size[0], config.num_attention_heads, sum(given) * size[-1] * size[-2])
+        kept = [
+            {
+                name: torch.zeros(*room, config.attention_head_dim)
+                for name in ("full_cache", "compressed_cache")
+            }
+            for _ in self.transformer.blocks
+        ]
+        steps = ("hidden_states", "timestep", "r_timestep")
+        first = {name: inputs[name][:, : sum(given)] for name in steps} | {"encoder_hidden_states": text}
+        second = {name: inputs[name][:, sum(given) :] for name in steps} | {"encoder_hidden_states": text}
+        flag = {"num_cached_chunks": len(given), "is_cache_step": True}
+        self.transformer(**first, chunk_partition=given, kv_cache=kept, kv_cache_flag=flag)
+        flag = {"num_cached_chunks": len(given), "is_cache_step": False}
+        chunks = inputs["chunk_partition"]
+        found = self.transformer(**second, chunk_partition=chunks, kv_cache=kept, kv_cache_flag=flag)
+        return (found.sample,)
+
+
+class WithReference(WithCache):
+    """Two passes of Wan Animate 2: over a reference, and over frames that attend to what was kept of it."""
+
+    def forward(self, return_dict: bool = True, **inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        from diffusers.models.transformers import transformer_wan_animate_2 as wan
+
+        (first,) = self.transformer(**inputs, return_dict=False)
+        later = {
+            "kv_cache_mode": "cached",
+            "reference_grid_sizes": inputs["offset_grid_sizes"].repeat(len(inputs["hidden_states"]), 1),
+            "origin_len": 9,
+            "origin_area": [80, 48],
+        }
+
+        def uncompiled(*args: Any, _compile: bool, **options: Any) -> Any:
+            return create_block_mask(*args, **options)
+
+        with mock.patch.object(wan, "create_block_mask", uncompiled):
+            (second,) = self.transformer(**inputs | later, return_dict=False)
+        return first, second
+
+
+class WithWindows(WithCache):
+    """Three windows of the refiner of SANA-WM: keys are kept without positions, and with them; then both are read."""
+
+    def forward(self, return_dict: bool = True, **inputs: Any) -> tuple[Tensor, ...]:
+        from diffusers.models.transformers.transformer_sana_wm_refiner import SanaWMRefinerKVCache
+
+        cache, found = SanaWMRefinerKVCache(len(self.transformer.transformer_blocks)), []
+        cache.sink_pe = inputs["video_rotary_emb"]
+        for mode in ("capture_pre_rope", "inject_and_capture_post_rope", "inject"):
+            found += self.transformer(**inputs, kv_cache=cache, kv_cache_mode=mode, return_dict=False)
+            for layer in cache.layer_caches if mode == "capture_pre_rope" else ():
+                layer.store_sink(*layer.get_captured_pre_rope())
+            for layer in cache.layer_caches if mode == "inject_and_capture_post_rope" else ():
+                layer.store_history(*layer.get_captured_post_rope())
+        return tuple(found)
+
+
 def _with_cache(model: Any) -> WithCache:
     from diffusers.models.transformers import transformer_flux2 as flux2
 
@@ -174,6 +240,15 @@ def _only_drawn(known: Inputs) -> Inputs:
     return {"input_ids": None, "attention_mask": mask, "position_ids": known["position_ids"][:, :16]}
 
 
+def _clean_frames(known: Inputs) -> Inputs:
+    """Return clean frames for the chunks that AnyFlow-FAR keeps in full, the last two."""
+    frames = sum(known["chunk_partition"][-2:])
+    return {
+        "clean_hidden_states": known["hidden_states"][:, -frames:].flip(1),
+        "clean_timestep": torch.ones(3, frames, dtype=torch.long),
+    }
+
+
 def _in_patches(known: Inputs) -> Inputs:
     """Return inputs without a part to fill in, which Stable Audio 3 takes only without patches."""
     return {"local_add_cond": None}
@@ -195,6 +270,8 @@ BRIA, BRIA_FIBO, BRIA_FIBO2 = (f"{name}Transformer2DModel" for name in ("Bria", 
 CHROMA, OVIS, QWEN21 = (f"{name}Transformer2DModel" for name in ("Chroma", "OvisImage", "QwenImage21"))
 HUNYUAN15, HUNYUAN_IMAGE = "HunyuanVideo15Transformer3DModel", "HunyuanImageTransformer2DModel"
 FRAMEPACK, MOTIF = "HunyuanVideoFramepackTransformer3DModel", "MotifVideoTransformer3DModel"
+ANYFLOW_FAR, WAN_ANIMATE2 = "AnyFlowFARTransformer3DModel", "WanAnimate2Transformer3DModel"
+REFINER = "SanaWMLTX2RefinerTransformer3DModel"
 
 BRANCHES: dict[str, Branch] = {
     "flux without guidance": Branch(FLUX, config={"guidance_embeds": False}),
@@ -295,6 +372,12 @@ BRANCHES: dict[str, Branch] = {
     "pixart with a mask of the image": Branch(
         PIXART, lambda known: {"attention_mask": (_bias(3, 15) == 0).float()}
     ),
+    "anyflow-far with clean frames": Branch(ANYFLOW_FAR, _clean_frames),
+    "anyflow-far with a cache of chunks": Branch(ANYFLOW_FAR, prepare=WithEarlierChunks),
+    "refiner with a cache of windows": Branch(REFINER, prepare=WithWindows),
+    "refiner with a cache of windows, positions by head": Branch(
+        REFINER, config={"rope_type": "split"}, prepare=WithWindows
+    ),
     "prior without a mask": Branch(PRIOR, _left_out("attention_mask")),
     # Its code takes the first tokens of the image for text and adds nothing to them.
     "bria with ControlNet residuals": Branch(
@@ -329,3 +412,9 @@ BRANCHES: dict[str, Branch] = {
     "qwen-image-2.1 with a cache of its prefix": Branch(QWEN21, prepare=WithPrefix),
 }
 """What may be given to a family and what may be left out, one at a time."""
+
+UNFOLLOWED: dict[str, Branch] = {
+    # Writes slices into zeros of a rank's size, through a view.
+    "wan-animate-2 with a cache of a reference": Branch(WAN_ANIMATE2, prepare=WithReference),
+}
+"""Branches that the static check does not follow, and takes for wrong: they are run on ranks only."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import flex_attention
 
 from shardwise import models
 
@@ -101,6 +105,21 @@ def plainly(model: nn.Module) -> dict[str, bool]:
 def call(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     """Return the output tensors of a diffusers model."""
     return list(tensors_of(model(**inputs, **plainly(model))))
+
+
+@contextmanager
+def differentiable_flex_attention() -> Iterator[None]:
+    """Let FlexAttention, which has no gradients on a CPU, be attention with its mask."""
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: Any, **options: Any
+    ) -> Tensor:
+        mask = flex_attention.create_mask(block_mask.mask_mod, 1, 1, query.shape[2], key.shape[2], "cpu")
+        mask |= ~mask.any(-1, keepdim=True)  # padding that sees nothing, and is cut off
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+
+    with mock.patch.object(flex_attention, "flex_attention", attention):
+        yield
 
 
 @torch.no_grad()

@@ -100,6 +100,7 @@ def _serve(rank: int, size: int, store: Path, connection: Connection) -> None:
     warnings.filterwarnings("ignore", message=".*In CPU autocast, but the target dtype is not supported")
     # Some of its models import an output class from where it used to be.
     warnings.filterwarnings("ignore", message=".*Importing `Transformer2DModelOutput` from")
+    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     connection.send(("value", None))
     while True:
         try:

@@ -171,6 +171,8 @@ def test_static_check_foresees_the_all_reduces(two_ranks: Pool, proofs: Any, nam
         ("Krea2Transformer2DModel", 2 * 2 + (2 + 2) * 2 + 4),  # blocks, two kinds of blocks for the text
         ("LongCatImageTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 1),
         ("LTXVideoTransformer3DModel", 2 * (3 + 4) + 4),  # 2 attentions and ff; 4 norms
+        ("LTX2VideoTransformer3DModel", 2 * (6 + 2 + 12) + 3),  # 6 attentions, 2 ffs; 12 norms
+        ("SanaWMLTX2RefinerTransformer3DModel", 2 * (3 + 4) + 1),  # the video stream of it
         ("Lumina2Transformer2DModel", 2 * (2 + 1) + 1 * (2 + 1) + 1 * 2),  # blocks, noise and text refiner
         ("LuminaNextDiT2DModel", 2 * (2 + 1 + 2 * (2 + 2)) + 1),  # LayerNorms over all heads sum twice
         ("MiniMaxH3Transformer3DModel", 2 * 2 + 2 * (2 + 1)),  # refiner; blocks with a modulation
@@ -190,6 +192,7 @@ def test_static_check_foresees_the_all_reduces(two_ranks: Pool, proofs: Any, nam
         ("WanTransformer3DModel", 2 * (3 + 4) + 4),
         ("ZImageTransformer2DModel", 2 * (2 + 1) + 1 * (2 + 1) + 1 * 2 + 1),
         ("AnyFlowTransformer3DModel", 5 + 2 * (3 + 4)),
+        ("AnyFlowFARTransformer3DModel", 2 * 3 + 2 + 2 * (3 + 4)),  # time embedded twice: full and compressed
         ("ChronoEditTransformer3DModel", 4 + 2 * (3 + 4)),  # embedders; blocks as Wan's
         (
             "HeliosTransformer3DModel",

@@ -19,6 +19,7 @@ from tests import tolerances
 from tests.helpers import (
     FAMILIES,
     call,
+    differentiable_flex_attention,
     family,
     map_tensors,
     randomize,
@@ -51,6 +52,8 @@ DIFFERENTIABLE = {
     "pooled_projections",
     "proj_embedding",
     "audio_hidden_states",
+    "audio_encoder_hidden_states",
+    "latent_cond",
     "cap_feats",
     "control_hidden_states",
     "siglip_feats",
@@ -75,7 +78,8 @@ def _backward(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], d
         for k in inputs.keys() & DIFFERENTIABLE
         if all(tensor.is_floating_point() for tensor in tensors_of(inputs[k]))
     }
-    results = call(model, {**inputs, **data})
+    with differentiable_flex_attention():
+        results = call(model, {**inputs, **data})
     weights = [torch.randn(r.shape, generator=torch.Generator().manual_seed(5)).to(r.dtype) for r in results]
     sum((r * w).sum() for r, w in zip(results, weights, strict=True)).backward()
     grads = [tensor.grad for name in sorted(data) for tensor in tensors_of(data[name])]

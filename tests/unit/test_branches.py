@@ -13,7 +13,7 @@ from shardwise.plan.check import CheckReport, check_plan
 from shardwise.plan.resolve import resolve
 from shardwise.runtime.shard import localized_twin, meta_twin
 from tests import tolerances
-from tests.branches import BRANCHES, FLUX, FLUX2, SD3, ZIMAGE, Branch
+from tests.branches import BRANCHES, FLUX, FLUX2, SD3, UNFOLLOWED, ZIMAGE, Branch
 from tests.helpers import FAMILIES, family, outputs, plainly, relative_error, tiny_model, variants
 
 
@@ -45,6 +45,11 @@ def test_optional_branch_is_right_and_is_not_the_usual_one(name: str) -> None:
     assert report.ok, str(report)
     same_calls = (report.calls, report.sharded_calls) == usual_calls(branch.name)
     assert not same_calls or makes_other_numbers(branch)
+
+
+@pytest.mark.parametrize("name", UNFOLLOWED)
+def test_branch_that_is_not_followed_is_taken_for_wrong(name: str) -> None:
+    assert checked(UNFOLLOWED[name]).findings  # otherwise it belongs to the others
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -430,10 +430,18 @@ NOT_FOUND: dict[str, Difference] = {
     "LongCatAudioDiTTransformer": Difference(less=("blocks.*.adaln_mlp.mlp.1",)),
     # The declared plan cuts the frequencies, inference the table that is made of them; and a small modulation.
     "MochiTransformer3DModel": Difference(groups=True, more=("transformer_blocks.*.norm1_context.linear_1",)),
+    # The rotary table is an input, and inference slices what modules return.
+    "SanaWMLTX2RefinerTransformer3DModel": Difference(
+        groups=True,
+        more=tuple(f"transformer_blocks.*.attn1.{name}" for name in ("to_k", "to_out.0", "to_q", "to_v")),
+    ),
     # The declared plan also shares an embedder, which is in no list of blocks.
     "T5FilmDecoder": Difference(groups=True),
 }
 """Where inference finds another plan than the declared one, and why."""
+
+UNUSED = {"SanaWMLTX2RefinerTransformer3DModel": "audio"}
+"""Classes with weights that no forward uses: what is in their names. Inference leaves them whole."""
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
@@ -442,7 +450,7 @@ def test_declared_plan_is_found_by_dataflow(name: str) -> None:
     assert difference(name, found.plan) == NOT_FOUND.get(name, Difference())
     assert found.report.ok
     assert found.proved
-    assert not found.whole
+    assert all(name in UNUSED and UNUSED[name] in key for key in found.whole)
 
 
 @pytest.mark.parametrize("name", THIRTEEN)

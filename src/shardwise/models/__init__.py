@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.models.ace_step import AceStepTransformer1DModel
     from shardwise.models.allegro import AllegroTransformer3DModel
     from shardwise.models.anyflow import AnyFlowTransformer3DModel
+    from shardwise.models.anyflow_far import AnyFlowFARTransformer3DModel
     from shardwise.models.aura_flow import AuraFlowTransformer2DModel
     from shardwise.models.bria import BriaTransformer2DModel
     from shardwise.models.bria_fibo import BriaFiboTransformer2DModel
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from shardwise.models.longcat_audio import LongCatAudioDiTTransformer
     from shardwise.models.longcat_image import LongCatImageTransformer2DModel
     from shardwise.models.ltx import LTXVideoTransformer3DModel
+    from shardwise.models.ltx2 import LTX2VideoTransformer3DModel
     from shardwise.models.lumina2 import Lumina2Transformer2DModel
     from shardwise.models.lumina_next import LuminaNextDiT2DModel
     from shardwise.models.minimax_h3 import MiniMaxH3Transformer3DModel
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from shardwise.models.qwen_image21 import QwenImage21Transformer2DModel
     from shardwise.models.sana import SanaTransformer2DModel
     from shardwise.models.sana_video import SanaVideoTransformer3DModel
+    from shardwise.models.sana_wm_refiner import SanaWMLTX2RefinerTransformer3DModel
     from shardwise.models.sd3 import SD3Transformer2DModel
     from shardwise.models.skyreels_v2 import SkyReelsV2Transformer3DModel
     from shardwise.models.stable_audio import StableAudioDiTModel
@@ -81,6 +84,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "AceStepTransformer1DModel": "ace_step",
     "AllegroTransformer3DModel": "allegro",
+    "AnyFlowFARTransformer3DModel": "anyflow_far",
     "AnyFlowTransformer3DModel": "anyflow",
     "AuraFlowTransformer2DModel": "aura_flow",
     "BriaFibo2Transformer2DModel": "bria_fibo2",
@@ -112,6 +116,7 @@ FAMILIES = {
     "JoyImageEditTransformer3DModel": "joy_image",
     "Kandinsky6Transformer3DModel": "kandinsky6",
     "Krea2Transformer2DModel": "krea2",
+    "LTX2VideoTransformer3DModel": "ltx2",
     "LTXVideoTransformer3DModel": "ltx",
     "LatteTransformer3DModel": "latte",
     "LongCatAudioDiTTransformer": "longcat_audio",
@@ -133,6 +138,7 @@ FAMILIES = {
     "SD3Transformer2DModel": "sd3",
     "SanaTransformer2DModel": "sana",
     "SanaVideoTransformer3DModel": "sana_video",
+    "SanaWMLTX2RefinerTransformer3DModel": "sana_wm_refiner",
     "SkyReelsV2Transformer3DModel": "skyreels_v2",
     "StableAudio3DiTModel": "stable_audio3",
     "StableAudioDiTModel": "stable_audio",
@@ -151,6 +157,7 @@ __all__ = [
     "FAMILIES",
     "AceStepTransformer1DModel",
     "AllegroTransformer3DModel",
+    "AnyFlowFARTransformer3DModel",
     "AnyFlowTransformer3DModel",
     "AuraFlowTransformer2DModel",
     "BriaFibo2Transformer2DModel",
@@ -182,6 +189,7 @@ __all__ = [
     "JoyImageEditTransformer3DModel",
     "Kandinsky6Transformer3DModel",
     "Krea2Transformer2DModel",
+    "LTX2VideoTransformer3DModel",
     "LTXVideoTransformer3DModel",
     "LatteTransformer3DModel",
     "LongCatAudioDiTTransformer",
@@ -203,6 +211,7 @@ __all__ = [
     "SD3Transformer2DModel",
     "SanaTransformer2DModel",
     "SanaVideoTransformer3DModel",
+    "SanaWMLTX2RefinerTransformer3DModel",
     "SkyReelsV2Transformer3DModel",
     "StableAudio3DiTModel",
     "StableAudioDiTModel",

@@ -9,14 +9,12 @@ import torch
 from diffusers import AnyFlowTransformer3DModel as _AnyFlowTransformer3DModel
 
 from shardwise.models import wan
-from shardwise.models.chrono_edit import EMBEDDERS
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import IfPresent
 
 PLAN = {
     # An image joins the text: there are no keys and values of its own.
     **{key: style for key, style in wan.PLAN.items() if not isinstance(style, IfPresent)},
-    **EMBEDDERS,
     "condition_embedder.delta_embedder.linear_2": "rowwise_split_input",
 }
 

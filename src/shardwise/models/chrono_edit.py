@@ -11,15 +11,7 @@ from diffusers import ChronoEditTransformer3DModel as _ChronoEditTransformer3DMo
 from shardwise.models import wan
 from shardwise.models.mixin import TensorParallelMixin
 
-EMBEDDERS = {
-    # Lone and large: each reads a whole input, and every rank needs the whole output.
-    "condition_embedder.time_embedder.linear_2": "rowwise_split_input",
-    "condition_embedder.time_proj": "rowwise_split_input",
-    "condition_embedder.text_embedder.linear_1": "rowwise_split_input",
-    "condition_embedder.text_embedder.linear_2": "rowwise_split_input",
-}
-
-PLAN = {**wan.PLAN, **EMBEDDERS}
+PLAN = wan.PLAN
 
 
 class ChronoEditTransformer3DModel(TensorParallelMixin, _ChronoEditTransformer3DModel):  # type: ignore[misc]

@@ -9,15 +9,11 @@ import torch
 from diffusers import HeliosTransformer3DModel as _HeliosTransformer3DModel
 
 from shardwise.models import wan
-from shardwise.models.chrono_edit import EMBEDDERS
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import IfPresent
 
-PLAN = {
-    # There are no images, and keys and values for them that a config may ask for are not used.
-    **{key: style for key, style in wan.PLAN.items() if not isinstance(style, IfPresent)},
-    **EMBEDDERS,
-}
+# There are no images, and keys and values for them that a config may ask for are not used.
+PLAN = {key: style for key, style in wan.PLAN.items() if not isinstance(style, IfPresent)}
 
 
 class HeliosTransformer3DModel(TensorParallelMixin, _HeliosTransformer3DModel):  # type: ignore[misc]

@@ -9,7 +9,6 @@ import torch
 from diffusers import SkyReelsV2Transformer3DModel as _SkyReelsV2Transformer3DModel
 
 from shardwise.models import wan
-from shardwise.models.chrono_edit import EMBEDDERS
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import IfPresent
 
@@ -18,7 +17,6 @@ PLAN = {
     # In the models that are told the frame rate.
     "fps_projection.net.0.proj": IfPresent("colwise"),
     "fps_projection.net.2": IfPresent("rowwise"),
-    **EMBEDDERS,
 }
 
 

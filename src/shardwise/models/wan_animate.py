@@ -9,7 +9,6 @@ import torch
 from diffusers import WanAnimateTransformer3DModel as _WanAnimateTransformer3DModel
 
 from shardwise.models import wan
-from shardwise.models.chrono_edit import EMBEDDERS
 from shardwise.models.mixin import TensorParallelMixin
 
 PLAN = {
@@ -19,7 +18,6 @@ PLAN = {
     "face_adapter.*.to_k": "colwise",
     "face_adapter.*.to_v": "colwise",
     "face_adapter.*.to_out": "rowwise",
-    **EMBEDDERS,
 }
 
 

@@ -9,13 +9,11 @@ import torch
 from diffusers import WanVACETransformer3DModel as _WanVACETransformer3DModel
 
 from shardwise.models import wan
-from shardwise.models.chrono_edit import EMBEDDERS
 from shardwise.models.mixin import TensorParallelMixin
 
 PLAN = {
     **wan.PLAN,
     **{f"vace_{key}": style for key, style in wan.PLAN.items() if key.startswith("blocks.")},
-    **EMBEDDERS,
     "vace_blocks.*.proj_in": "rowwise_split_input",  # in the first one
     "vace_blocks.*.proj_out": "rowwise_split_input",
 }
