@@ -257,9 +257,8 @@ def _in_patches(known: Inputs) -> Inputs:
 FLUX, FLUX2, QWEN = "FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel"
 SD3, LTX, ZIMAGE = "SD3Transformer2DModel", "LTXVideoTransformer3DModel", "ZImageTransformer2DModel"
 HUNYUAN, LUMINA = "HunyuanVideoTransformer3DModel", "Lumina2Transformer2DModel"
-COGVIDEOX = "CogVideoXTransformer3DModel"
 KREA2, IDEOGRAM4 = "Krea2Transformer2DModel", "Ideogram4Transformer2DModel"
-OMNIGEN, PRX = "OmniGenTransformer2DModel", "PRXTransformer2DModel"
+ERNIE, OMNIGEN, PRX = "ErnieImageTransformer2DModel", "OmniGenTransformer2DModel", "PRXTransformer2DModel"
 STABLE_AUDIO, STABLE_AUDIO3 = "StableAudioDiTModel", "StableAudio3DiTModel"
 JOY_PLUS, LUMINA_NEXT = "JoyImageEditPlusTransformer3DModel", "LuminaNextDiT2DModel"
 COGVIDEOX, COGVIEW4 = "CogVideoXTransformer3DModel", "CogView4Transformer2DModel"
@@ -346,6 +345,10 @@ BRANCHES: dict[str, Branch] = {
     "krea2 without a mask": Branch(KREA2, _left_out("encoder_attention_mask")),
     "ideogram4 with a timestep for each token": Branch(
         IDEOGRAM4, lambda known: {"timestep": torch.arange(3 * 23).view(3, 23) / 69}
+    ),
+    # The class does not project an empty text: it must have the width of the model.
+    "ernie-image without text": Branch(
+        ERNIE, lambda known: {"text_bth": torch.zeros(3, 0, 48), "text_lens": torch.zeros(3)}
     ),
     "omnigen without text": Branch(OMNIGEN, _only_drawn),
     "omnigen with a long text": Branch(OMNIGEN, lambda known: {"position_ids": known["position_ids"] + 20}),
