@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from shardwise import (
     PackedColwiseParallel,
     PackedRowwiseParallel,
+    SliceExperts,
     SliceOutput,
     SliceParameter,
+    SumOnce,
     TensorParallelMixin,
 )
 from shardwise.plan.styles import GatherOutput
@@ -258,6 +260,58 @@ class Beside(TensorParallelMixin, ModelMixin, ConfigMixin):
         return (x + output * output.mean(-1, keepdim=True) + beside,)
 
 
+class Glued(nn.Module):
+    """Two experts side by side in two parameters, of which the first fuses gate and value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.ones(2, 8, 24)), nn.Parameter(torch.ones(2, 12, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = (x.flatten(0, -2) @ self.up).chunk(2, -1)
+        return ((F.silu(gate) * value) @ self.down).unflatten(1, x.shape[:-1])
+
+
+class Experts(nn.Module):
+    """Three experts in a list and two side by side; a router says how much of each every token gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.glued = nn.Linear(8, 5), Glued()
+        self.listed = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8, bias=False)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        total, rows = torch.zeros_like(x), torch.arange(len(x))
+        for i, part in enumerate([*(expert(x) for expert in self.listed), *self.glued(x).unbind(0)]):
+            total = total.index_add(0, rows, part * shares[..., i : i + 1])
+        return total
+
+
+class Mixture(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """A mixture of experts between two norms."""
+
+    _tp_plan = {
+        "experts": SumOnce(
+            {
+                "listed.*.0": "colwise",
+                "listed.*.2": "rowwise",
+                "glued": SliceExperts("up", "down", [1, 1]),
+            }
+        )
+    }
+
+    @register_to_config
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.experts, self.out = nn.LayerNorm(8), Experts(), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        return (self.out(x + self.experts(self.norm(x))),)
+
+
 SMALL: dict[type[Any], tuple[int, ...]] = {
     Mlp: (3, 7, 8),
     Glu: (3, 7, 8),
@@ -267,6 +321,7 @@ SMALL: dict[type[Any], tuple[int, ...]] = {
     Parallel: (3, 7, 16),
     Modulation: (3, 12),
     Beside: (3, 7, 8),
+    Mixture: (3, 7, 8),
 }
 """Each small model and the shape of its input; batch and sequence are odd."""
 

@@ -13,9 +13,11 @@ from shardwise.plan.styles import (
     IfPresent,
     PackedColwiseParallel,
     PackedRowwiseParallel,
+    SliceExperts,
     SliceInput,
     SliceOutput,
     SliceParameter,
+    SumOnce,
 )
 from shardwise.runtime.placement import placement
 
@@ -35,9 +37,11 @@ __all__ = [
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
     "ShardwiseError",
+    "SliceExperts",
     "SliceInput",
     "SliceOutput",
     "SliceParameter",
+    "SumOnce",
     "TensorParallelConfig",
     "TensorParallelMixin",
     "__version__",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise import TensorParallelConfig, enable_parallelism
+from shardwise import SumOnce, TensorParallelConfig, enable_parallelism
 from shardwise.models.lookup import tiny_case
 from shardwise.runtime import modules
 from shardwise.runtime.shard import local_slice, sharding_of
@@ -30,7 +30,7 @@ from tests.helpers import (
     variants,
 )
 from tests.pool import Pool
-from tests.small_models import SMALL, Glu, Mlp, Modulation, small_input
+from tests.small_models import SMALL, Glu, Mixture, Mlp, Modulation, small_input
 
 DIFFERENTIABLE = {
     "x",
@@ -141,6 +141,32 @@ def _per_head_norms_unsummed(name: str) -> float:
 
 def test_the_comparison_sees_gradients_that_are_partial_sums(two_ranks: Pool) -> None:
     assert min(two_ranks.run(_per_head_norms_unsummed, "FluxTransformer2DModel")) > tolerances.MISTAKE
+
+
+def _experts() -> float:
+    return max(compare_gradients(randomize(Mixture()), small_input(Mixture)))
+
+
+class _OnlyForward(modules.OutputSum):
+    """Sums what a module returns, and not the gradients of what it is given."""
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return args, kwargs
+
+
+def _inputs_unsummed() -> float:
+    with mock.patch.dict(modules.LOCAL_CLASSES, {SumOnce: _OnlyForward}):
+        return _experts()
+
+
+def _router_unsummed() -> float:
+    with mock.patch.object(modules, "sum_gradients"):
+        return _experts()
+
+
+@pytest.mark.parametrize("broken", [_inputs_unsummed, _router_unsummed])
+def test_the_comparison_sees_what_experts_leave_unsummed(two_ranks: Pool, broken: Any) -> None:
+    assert min(two_ranks.run(broken)) > tolerances.MISTAKE
 
 
 def _second_order(cls: type[Any]) -> float:

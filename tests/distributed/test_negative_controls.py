@@ -19,7 +19,7 @@ from shardwise.runtime.group import TensorParallelGroup
 from tests import tolerances
 from tests.helpers import outputs, randomize, relative_error, tiny_inputs, tiny_model
 from tests.pool import Pool
-from tests.small_models import Glu, Mlp, Parallel, Transformer, small_input
+from tests.small_models import Glu, Mixture, Mlp, Parallel, Transformer, small_input
 
 
 def _error(whole: nn.Module, inputs: dict[str, Any], plan: Any = None) -> float:
@@ -85,6 +85,22 @@ def _blocks_in_another_order() -> float:
     return _error(model, small_input(Parallel), plan)
 
 
+def _experts_never_summed() -> float:
+    with mock.patch.object(modules.OutputSum, "__call__", lambda self, module, args, output: output):
+        return _error(randomize(Mixture()), small_input(Mixture))
+
+
+def _experts_summed_one_by_one_and_again() -> float:
+    forward = modules.RowwiseLinear.forward
+
+    def outside(self: Any, input: Tensor) -> Tensor:
+        self.tp_inside = False
+        return forward(self, input)
+
+    with mock.patch.object(modules.RowwiseLinear, "forward", outside):
+        return _error(randomize(Mixture()), small_input(Mixture))
+
+
 CONTROLS = {
     f.__name__.strip("_"): f
     for f in (
@@ -96,6 +112,8 @@ CONTROLS = {
         _no_reduction,
         _slice_of_another_rank,
         _blocks_in_another_order,
+        _experts_never_summed,
+        _experts_summed_one_by_one_and_again,
     )
 }
 

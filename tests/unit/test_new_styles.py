@@ -209,7 +209,7 @@ def test_gathered_output_leaves_everything_whole_and_takes_a_plain_cut_of_the_la
     style, module = GatherOutput(12), nn.Linear(4, 4)
     assert style.layouts(module) == {}
     assert style.needs(module, 3) is None
-    assert style.takes(3) == Shard(2, (12,))
+    assert style.takes(3) == (Replicated(), Shard(2, (12,)))
     assert style.leaves(module, (5, 7, 12)) == Replicated()
     assert style.gathers
     assert not style.opaque

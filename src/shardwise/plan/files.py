@@ -100,6 +100,8 @@ def _build(name: str, arguments: Mapping[str, Any]) -> Style:
     if cls is None:
         raise ValueError(f"{name!r} is not the name of a style")
     rest = dict(arguments)
+    if isinstance(rest.get("plan"), dict):  # of what is inside
+        rest["plan"] = {pattern: style_from_json(inner) for pattern, inner in rest["plan"].items()}
     several = [p.name for p in _parameters(cls) if p.kind is p.VAR_POSITIONAL]
     positional = [value for key in several for value in _listed(key, rest.pop(key, []))]
     return cls(*positional, **rest)
@@ -138,6 +140,8 @@ def style_to_json(style: object) -> object:
     if cls is None:
         raise TypeError(f"{style!r} is not a style")
     values = {p.name: getattr(style, p.name) for p in _parameters(cls)}
+    if isinstance(values.get("plan"), Mapping):
+        values["plan"] = {pattern: style_to_json(inner) for pattern, inner in values["plan"].items()}
     return {"style": name, **{name: value for name, value in values.items() if value is not None}}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import nn
 
@@ -326,4 +327,5 @@ def _own_name(owner: str, path: str) -> str:
 def _parent_key(owner: _Owner) -> str:
     """Return the owner's path as a pattern, by the plan key of one of its Linears."""
     path, key = owner.path.split("."), owner.key.split(".")
-    return ".".join(key[i] if key[i] == "*" else part for i, part in enumerate(path))
+    pairs = zip_longest(path, key[: len(path)])  # the key of what is inside of SumOnce is shorter
+    return ".".join("*" if pattern == "*" else part for part, pattern in pairs)

@@ -14,24 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan.findings import CheckFinding, watched_shards
-from shardwise.plan.layout import Activation, Layout, Replicated, Shard, divisors
+from shardwise.plan.layout import Activation, Replicated, Shard, divisors
 from shardwise.plan.numbers import places, scalars
 from shardwise.plan.repair import KeepWhole, PlanRowwise, RefineBlocks, Repair, SplitInput
 from shardwise.plan.resolve import PlannedModule, ResolvedPlan
 from shardwise.plan.rules import RULES, WHOLE, Call, Mismatch, tensors_in
 from shardwise.plan.rules.repeats import repeats
-from shardwise.plan.slices import GatherOutput, SliceInput
+from shardwise.plan.rules.scatter import is_nothing
+from shardwise.plan.slices import SliceInput
 from shardwise.plan.style import StyleFault
 from shardwise.plan.trace import Event, Tracer, model_source
 
 
 @dataclass(frozen=True)
 class _Tag:
-    """What is known of a value: its layout (None is unknown), who made it, and how it repeats if it is whole."""
+    """What is known of a value: its layout (None is unknown), who made it, how it repeats, and whether it is zeros."""
 
     layout: Activation | None = WHOLE
     producers: tuple[str, ...] = ()
     repeats: tuple[int, ...] | None = None
+    nothing: bool = False
 
 
 _NO_TAG = _Tag()
@@ -62,7 +64,7 @@ class LayoutTracer(Tracer):
         return [m.path for m in self.plan.modules if m.style.opaque]
 
     def gathering_paths(self) -> Sequence[str]:
-        """Return the planned modules whose slices are put together behind them."""
+        """Return the planned modules whose slices or partial sums are made whole behind them."""
         return [m.path for m in self.plan.modules if m.style.gathers]
 
     def slicing_paths(self) -> Sequence[str]:
@@ -93,13 +95,13 @@ class LayoutTracer(Tracer):
             self._record("input", path, slices, hot=True)
 
     def seal_box(self, path: str, outputs: list[Tensor]) -> None:
-        """Check that what a module returns can be put together."""
+        """Check that what a module returns can be made whole."""
         planned = self._planned[path]
-        assert isinstance(planned.style, GatherOutput)
         for output in outputs:
-            tag = self._tag(output)
-            if tag.layout not in (None, WHOLE, planned.style.takes(output.ndim)):
-                message = f"returns {tag.layout} from {_names(tag.producers)}, which cannot be put together"
+            tag, takes = self._tag(output), planned.style.takes(output.ndim)
+            if tag.layout is not None and tag.layout not in takes:
+                wanted = " or ".join(map(str, takes))
+                message = f"returns {tag.layout} from {_names(tag.producers)}, and {wanted} is needed"
                 fix, repair = "leave its producer whole", KeepWhole(tag.producers, "output")
                 self._report("LayoutMismatch", message, fix, repair, planned)
 
@@ -121,8 +123,8 @@ class LayoutTracer(Tracer):
         self._record("module", path, outputs, hot=True)
 
     def _cut(
-        self, planned: PlannedModule, by: Callable[[nn.Module, tuple[int, ...]], Layout], tensor: Tensor
-    ) -> Layout | None:
+        self, planned: PlannedModule, by: Callable[[nn.Module, tuple[int, ...]], Activation], tensor: Tensor
+    ) -> Activation | None:
         """Return the layout that a style gives a tensor; one that it cannot cut is a finding, and unknown."""
         try:
             layout = by(self.model.get_submodule(planned.path), tuple(tensor.shape))
@@ -153,8 +155,9 @@ class LayoutTracer(Tracer):
         layouts = self._layouts(call, full_name, known, len(outputs))
         producers = self._producers(call)
         rate = repeats(call) if len(outputs) == 1 and _may_repeat(layouts[0]) else None
+        nothing = layouts[0] == WHOLE and is_nothing(call)
         for tensor, layout in zip(outputs, layouts, strict=True):
-            self._set(tensor, _Tag(layout, producers, rate))
+            self._set(tensor, _Tag(layout, producers, rate, nothing))
         self._record(name, self.path, outputs, call, hot)
 
     def check_output(self) -> None:
@@ -227,6 +230,8 @@ class LayoutTracer(Tracer):
                 call.producers[id(tensor)] = (self._linears[id(tensor)],)
             if tag.repeats is not None:
                 call.repeats[id(tensor)] = tag.repeats
+            if tag.nothing:
+                call.nothing.add(id(tensor))
         return call
 
     def _producers(self, call: Call) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.plan.layout import Layout, Replicated, Shard, divisors
+from shardwise.plan.layout import Activation, Layout, Partial, Replicated, Shard, divisors
 from shardwise.plan.style import Style, StyleFault, are_blocks
 
 
@@ -26,6 +26,7 @@ class LinearStyle(Style):
     size_attribute: ClassVar[str]
     declared_attribute: ClassVar[str]
     """Attribute under which a model's `__init__` may store the absolute block sizes of a fused Linear."""
+    works_inside: ClassVar[bool] = True
 
     def layouts(self, module: nn.Module) -> dict[str, Layout]:
         """Cut `weight` along the style's dim; the bias follows it only where the output is cut."""
@@ -138,7 +139,8 @@ class RowwiseParallel(LinearStyle):
     """Shard the input features; each rank computes a partial sum, one all-reduce completes it.
 
     `weight` is cut along dim 1; `bias` stays whole and is added once, after the reduction. Needs an input
-    sharded along its last dim, as a colwise Linear leaves it; leaves a whole output.
+    sharded along its last dim, as a colwise Linear leaves it; leaves a whole output. Inside of `SumOnce` it leaves
+    the partial sum, and may have no bias.
     """
 
     plan_name: ClassVar[str] = "rowwise"
@@ -147,8 +149,22 @@ class RowwiseParallel(LinearStyle):
     declared_attribute: ClassVar[str] = "_tp_packed_row_blocks"
 
     def sums(self, module: nn.Module) -> int:
-        """Complete the partial sums."""
-        return 1
+        """Complete the partial sums, unless the module around it does."""
+        return 0 if self.inside else 1
+
+    def leaves(self, module: nn.Module, shape: tuple[int, ...]) -> Activation:
+        """Leave a whole output, or inside of `SumOnce` a partial sum."""
+        return Partial() if self.inside else Replicated()
+
+    def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
+        """Yield the faults of the blocks, and one for a bias that would be added on each rank."""
+        yield from super().faults(module, degree)
+        if self.inside and module.bias is not None:
+            yield StyleFault(
+                "BiasInside",
+                f"{self.label} inside of SumOnce has a bias, which would be added once on each rank",
+                "take the layer out of SumOnce",
+            )
 
     def needs(self, module: nn.Module, ndim: int) -> Layout:
         """Ask for an input whose last dim is sharded in the blocks of the weight."""
@@ -166,6 +182,7 @@ class RowwiseSplitInputParallel(RowwiseParallel):
 
     may_stay_whole: ClassVar[bool] = True
     plan_name: ClassVar[str] = "rowwise_split_input"
+    works_inside: ClassVar[bool] = False
 
     def needs(self, module: nn.Module, ndim: int) -> Layout:
         """Ask for a whole input."""

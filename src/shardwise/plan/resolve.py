@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.errors import Finding, PlanError
 from shardwise.plan import adapters, heads
 from shardwise.plan.layout import Layout, Replicated, Shard
-from shardwise.plan.styles import IfPresent, Style, StyleFault, as_style
+from shardwise.plan.styles import IfPresent, PerHead, Style, StyleFault, as_style
 
 _T = TypeVar("_T")
 
@@ -133,14 +133,30 @@ def _entries(
         if not (style.may_stay_whole and _faults(modules[path], style, degree))
     ]
     if not guards:
-        return entries
+        return [*entries, *_whole_inside(modules, entries)]
     copies = heads.shared(modules, planned, degree)
     entries += heads.derive(modules, planned, copies)
     entries += adapters.derive(modules, planned)
+    entries += _whole_inside(modules, entries)
     return [
         (path, key, style.shared_by(copies[path]) if path in copies else style)
         for path, key, style in entries
     ]
+
+
+def _whole_inside(
+    modules: Mapping[str, nn.Module], entries: Sequence[tuple[str, str, Style]]
+) -> Iterator[tuple[str, str, Style]]:
+    """Yield an entry for each module inside of one that sums once whose parameters are whole: a router.
+
+    Each rank knows the part of their gradients that its own terms of the sum make.
+    """
+    known = {path for path, _, style in entries if style.inside or style.sums_gradients}
+    for outer, key, style in entries:
+        for path, module in modules.items() if style.plan else ():
+            within = path == outer or path.startswith(f"{outer}." if outer else "")
+            if within and path not in known and any(True for _ in module.parameters(recurse=False)):
+                yield path, key, PerHead()
 
 
 def _fits(
@@ -168,26 +184,36 @@ def _match(
 ) -> dict[str, tuple[str, Style]]:
     """Return path -> (plan key, style) for every module that a pattern matches."""
     planned: dict[str, tuple[str, Style]] = {}
-    taken: dict[int, tuple[str, object]] = {}  # module id -> the key that matched it first, and its style
-    for key, value in plan.items():
-        paths = _attempt(partial(_expand, modules, key, isinstance(value, IfPresent)), key, findings) or []
-        style = _attempt(partial(as_style, value), key, findings)
+    taken: dict[int, tuple[tuple[str, str], object]] = {}  # module id -> what matched it first, and its style
+    entries = [(key, key, value, False) for key, value in plan.items()]
+    while entries:
+        key, pattern, value, inside = entries.pop(0)
+        expand = partial(_expand, modules, pattern, isinstance(value, IfPresent))
+        paths = _attempt(expand, pattern, key, findings) or []
+        style = _attempt(partial(_styled, value, inside), pattern, key, findings)
         for path in paths:
-            first, first_style = taken.setdefault(id(modules[path]), (key, style))
-            if first != key and (path in planned or first_style != style):
+            first, first_style = taken.setdefault(id(modules[path]), ((key, pattern), style))
+            if first != (key, pattern) and (path in planned or first_style != style):
                 fix = "keep one of the two keys"
-                findings.append(Finding("MatchedTwice", path, f'also matched by "{first}"', fix, key))
+                findings.append(Finding("MatchedTwice", path, f'also matched by "{first[1]}"', fix, key))
             elif style is not None:
                 planned[path] = (key, style)
+                prefix = f"{path}." if path else ""
+                entries += [(key, prefix + inner, part, True) for inner, part in style.plan.items()]
     return planned
 
 
-def _attempt(step: Callable[[], _T], key: object, findings: list[Finding]) -> _T | None:
+def _styled(value: object, inside: bool) -> Style:
+    style = as_style(value)
+    return style.put_inside() if inside else style
+
+
+def _attempt(step: Callable[[], _T], place: object, key: object, findings: list[Finding]) -> _T | None:
     """Return what `step` returns; a fault becomes a finding of `key` and gives None."""
     try:
         return step()
     except StyleFault as fault:
-        findings.append(_finding(fault, str(key), str(key)))
+        findings.append(_finding(fault, str(place), str(key)))
         return None
 
 

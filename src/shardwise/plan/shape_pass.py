@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan.findings import CONSTANT_FIX, DIVIDE_FIX, CheckFinding, watched_shards
-from shardwise.plan.layout import Shard
+from shardwise.plan.layout import Replicated
 from shardwise.plan.numbers import places, scalars
 from shardwise.plan.repair import Divide
 from shardwise.plan.resolve import ResolvedPlan
@@ -41,7 +41,7 @@ class ShapeTracer(Tracer):
         return [path for path, m in self._planned.items() if m.style.opaque]
 
     def gathering_paths(self) -> Sequence[str]:
-        """Return the planned modules whose slices are put together behind them."""
+        """Return the planned modules whose slices or partial sums are made whole behind them."""
         return [path for path, m in self._planned.items() if m.style.gathers]
 
     def slicing_paths(self) -> Sequence[str]:
@@ -61,10 +61,10 @@ class ShapeTracer(Tracer):
         self._record("input", path, slices, hot=True)
 
     def close_box(self, path: str, outputs: list[Tensor]) -> None:
-        """Mark the outputs of a style that leaves a shard, and clear those of one that does not."""
+        """Mark the outputs of a style that leaves a shard or a partial sum, and clear those of one that does not."""
         style, module = self._planned[path].style, self._whole.get_submodule(path)
         for output in outputs:
-            self._mark(output, isinstance(style.leaves(module, tuple(output.shape)), Shard))
+            self._mark(output, style.leaves(module, tuple(output.shape)) != Replicated())
         self._record("module", path, outputs, hot=True)
 
     def watch(self, name: str, full_name: str, args: Any, kwargs: Any, output: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.plan.layout import Layout, Shard, divisors
+from shardwise.plan.layout import Activation, Layout, Replicated, Shard, divisors
 from shardwise.plan.style import Style, StyleFault
 
 Dim = int | Callable[[nn.Module], int]
@@ -222,6 +222,6 @@ class GatherOutput(Style):
         """Cut no parameter."""
         return {}
 
-    def takes(self, ndim: int) -> Shard:
-        """Return the layout of what is put together, of `ndim` dims."""
-        return Shard(ndim - 1, (self.width,))
+    def takes(self, ndim: int) -> tuple[Activation, ...]:
+        """Take what is cut along its last dim, and what is whole."""
+        return Replicated(), Shard(ndim - 1, (self.width,))

@@ -7,13 +7,13 @@ of a module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeGuard
 
 from torch import nn
 
-from shardwise.plan.layout import Layout, Replicated, divisors
+from shardwise.plan.layout import Activation, Layout, Replicated, divisors
 
 
 class StyleFault(Exception):
@@ -31,9 +31,12 @@ class Style:
     Attributes:
         copies: How many neighbouring ranks hold each piece. More than one only for key and value heads that are
             fewer than the ranks; found when a plan is resolved, never written in it.
+        inside: Whether a module around this one sums once for all that is inside (`SumOnce`): then partial sums are
+            left to it, and so are those of gradients.
     """
 
     copies: int = field(default=1, init=False, repr=False)
+    inside: bool = field(default=False, init=False, repr=False)
 
     leaves_shard: ClassVar[bool] = False
     """Whether the module's output is a slice on each rank, so that what follows sees fewer features."""
@@ -41,7 +44,10 @@ class Style:
     """Whether the module's whole parameters meet a slice, so that each rank knows a part of their gradient."""
 
     gathers: ClassVar[bool] = False
-    """Whether slices that the module's code returns are whole behind it."""
+    """Whether slices or partial sums that the module's code returns are whole behind it."""
+
+    works_inside: ClassVar[bool] = False
+    """Whether the module can stand inside of one that sums once."""
 
     may_stay_whole: ClassVar[bool] = False
     """Whether the module is left whole where the degree does not divide it: nothing else depends on its cut."""
@@ -56,9 +62,13 @@ class Style:
         """Return the layout that the first input of `ndim` dims must have; None takes any."""
         return None
 
-    def leaves(self, module: nn.Module, shape: tuple[int, ...]) -> Layout:
+    def leaves(self, module: nn.Module, shape: tuple[int, ...]) -> Activation:
         """Return the layout of an output of the whole `shape`."""
         return Replicated()
+
+    def takes(self, ndim: int) -> tuple[Activation, ...]:
+        """Return the layouts of `ndim` dims that the module's code may return, if the style makes them whole."""
+        return ()
 
     def layouts(self, module: nn.Module) -> dict[str, Layout]:
         """Return the layout of each own parameter of `module`, by its name in the module.
@@ -78,13 +88,35 @@ class Style:
 
     def shared_by(self, copies: int) -> Style:
         """Return the style where each key and value head is held by `copies` neighbouring ranks."""
-        shared = copy.copy(self)
-        object.__setattr__(shared, "copies", copies)
-        return shared
+        return self._with("copies", copies)
+
+    def put_inside(self) -> Style:
+        """Return the style of a module inside of one that sums once.
+
+        Raises:
+            StyleFault: it cannot stand there.
+        """
+        if not self.works_inside:
+            raise StyleFault(
+                "NotInside",
+                f"{self.label} cannot stand inside of SumOnce",
+                'write "colwise", "rowwise", their packed forms or SliceExperts there, and leave the rest whole',
+            )
+        return self._with("inside", True)
+
+    def _with(self, name: str, value: object) -> Style:
+        changed = copy.copy(self)
+        object.__setattr__(changed, name, value)
+        return changed
 
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
         """Yield what keeps `degree` ranks from sharing `module` evenly."""
         yield from ()
+
+    @property
+    def plan(self) -> Mapping[str, object]:
+        """What the style plans inside of its module: patterns relative to it, and styles."""
+        return {}
 
     @property
     def label(self) -> str:

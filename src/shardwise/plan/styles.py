@@ -2,7 +2,7 @@
 
 A style states which modules it takes, how their parameters are cut, which integer attributes become local,
 and which runtime class does the work. The loader, the runtime and the reports ask the style; nobody else
-branches on what kind a style is. Adding a style is adding a class here (or in `plan.linears`, `plan.slices`) and
+branches on what kind a style is. Adding a style is adding a class here (or in `plan.linears`, `plan.slices`, `plan.experts`) and
 its runtime half in `runtime.modules.LOCAL_CLASSES`.
 
 Uses `torch.nn` to recognise modules, and nothing of a process group.
@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.plan.experts import SliceExperts, SumOnce
 from shardwise.plan.layout import Layout, Replicated, Shard, divisors
 from shardwise.plan.linears import (
     ColwiseParallel,
@@ -43,11 +44,13 @@ __all__ = [
     "PerHead",
     "RowwiseParallel",
     "RowwiseSplitInputParallel",
+    "SliceExperts",
     "SliceInput",
     "SliceOutput",
     "SliceParameter",
     "Style",
     "StyleFault",
+    "SumOnce",
     "as_style",
     "indivisible_heads",
     "is_count",
@@ -265,5 +268,5 @@ def as_style(value: object) -> Style:
         "UnknownStyle",
         f"{value!r} is not a sharding style",
         f"use one of {', '.join(map(repr, STYLES))}, PackedColwiseParallel, PackedRowwiseParallel, "
-        "DivideAttributes, SliceInput, SliceOutput, SliceParameter, IfPresent",
+        "DivideAttributes, SliceInput, SliceOutput, SliceParameter, SumOnce, IfPresent",
     )

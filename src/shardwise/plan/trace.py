@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.plan.answers import Answers
 from shardwise.plan.flex import plain_flex_attention
 from shardwise.plan.rules import tensors_in
+from shardwise.plan.rules.shape import VIEWS
 
 _NOT_MODEL_CODE = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), "<")
 
@@ -126,7 +127,7 @@ class Tracer(TorchFunctionMode):
         return ()
 
     def gathering_paths(self) -> Sequence[str]:
-        """Return the paths of the modules whose slices are put together behind their code, in a box of its own."""
+        """Return the paths of the modules whose slices or sums are made whole behind their code, in a box."""
         return ()
 
     def slicing_paths(self) -> Sequence[str]:
@@ -202,8 +203,10 @@ class Tracer(TorchFunctionMode):
             return args, kwargs
         if name in ("__getitem__", "__setitem__") and args[0].is_meta:
             args = (args[0], _plain_index(args[1]), *args[2:])
-        if name == "repeat_interleave" and args[0].is_meta:
+        elif name == "repeat_interleave" and args[0].is_meta:
             kwargs = {"output_size": _repeats(*args, **kwargs), **kwargs}
+        elif name in VIEWS and args[0].is_meta:
+            args = (args[0], *_map_tensors(args[1:], int))  # sizes that code computed as tensors
         return _map_tensors((args, kwargs), self._to_meta)  # type: ignore[no-any-return]
 
     def _to_meta(self, tensor: Tensor) -> Tensor:
@@ -372,7 +375,7 @@ def _plain_index(index: Any) -> Any:
     return tuple(plain) if isinstance(index, tuple) or len(plain) > 1 else plain[0]
 
 
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return nested lists, tuples and dicts with each tensor replaced."""
     if isinstance(value, Tensor):
         return change(value)

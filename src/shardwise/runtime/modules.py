@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.functional import linear as matmul
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import Finding, PlanError
 from shardwise.plan import styles
@@ -35,12 +37,14 @@ class LocalLinear(nn.Linear):
         tp_planned: The module's entry in the resolved plan: its path, its style, and how its weight is cut.
         tp_shard: The layout of the whole weight (out_features x in_features).
         tp_spans: What this rank holds along the sharded dim.
+        tp_inside: Whether a module around this one sums once, what it returns and the gradients of what it is given.
     """
 
     tp_group: TensorParallelGroup
     tp_planned: PlannedModule
     tp_shard: Shard
     tp_spans: Sequence[Span]
+    tp_inside: bool
 
     @classmethod
     def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
@@ -48,8 +52,10 @@ class LocalLinear(nn.Linear):
         shard = planned.layouts["weight"]
         assert isinstance(shard, Shard)
         module.__class__ = cls
-        spans = shard.spans(group.rank, group.degree)
-        vars(module).update(tp_group=group, tp_planned=planned, tp_shard=shard, tp_spans=spans)
+        spans, inside = shard.spans(group.rank, group.degree), planned.style.inside
+        vars(module).update(
+            tp_group=group, tp_planned=planned, tp_shard=shard, tp_spans=spans, tp_inside=inside
+        )
         sum_gradients_of_copies(module, shard, group)
 
     def extra_repr(self) -> str:
@@ -62,7 +68,8 @@ class ColwiseLinear(LocalLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's output features; no communication."""
-        return matmul(enter_shard(input, self.tp_group), self.weight, self.bias)
+        whole = input if self.tp_inside else enter_shard(input, self.tp_group)
+        return matmul(whole, self.weight, self.bias)
 
 
 class RowwiseLinear(LocalLinear):
@@ -72,14 +79,17 @@ class RowwiseLinear(LocalLinear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the whole output; one all-reduce.
+        """Return the whole output; one all-reduce, which inside of `SumOnce` is left to the module around.
 
         Raises:
             PlanError: the input is whole, where the plan promised a slice of it.
         """
         if input.shape[-1] != self.in_features:
             raise self._unexpected_input(input.shape[-1])
-        output = reduce_partial(matmul(input, self.weight), self.tp_group)
+        terms = matmul(input, self.weight)
+        if self.tp_inside:
+            return terms
+        output = reduce_partial(terms, self.tp_group)
         return output if self.bias is None else output + self.bias
 
     def _unexpected_input(self, width: int) -> PlanError:
@@ -154,6 +164,34 @@ class OutputGather:
         return reduce_partial(pad(output, (span.start, self.width - span.stop)), self.group)
 
 
+@dataclass(frozen=True)
+class OutputSum:
+    """Hooks that sum what a module returns over the ranks, and the gradients of what it is given.
+
+    Between the two each rank has its own terms, of values and of gradients.
+
+    Attributes:
+        group: The ranks that have the other terms.
+    """
+
+    group: TensorParallelGroup
+
+    @classmethod
+    def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
+        """Sum what the module returns from now on."""
+        hooks = cls(group)
+        module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+        module.register_forward_hook(hooks)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments, whose gradients will be summed."""
+        return tree_map_only(Tensor, partial(enter_shard, group=self.group), (args, kwargs))
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> object:
+        """Return the sums; one all-reduce for each tensor."""
+        return tree_map_only(Tensor, partial(reduce_partial, group=self.group), output)
+
+
 class RuntimeHalf(Protocol):
     """What does the work of a style on the ranks."""
 
@@ -173,6 +211,7 @@ LOCAL_CLASSES: dict[type[styles.Style], type[RuntimeHalf]] = {
     styles.SliceOutput: OutputSlice,
     styles.SliceInput: InputSlice,
     styles.GatherOutput: OutputGather,
+    styles.SumOnce: OutputSum,
 }
 """The runtime half of each style that needs one: some only cut parameters, or divide attributes."""
 

@@ -39,6 +39,7 @@ class Call:
         layouts: Layout of each tensor argument by its id; tensors that are not listed are whole.
         producers: Paths of the modules behind each tensor argument, by its id.
         repeats: For whole tensors, by id: how many trailing index steps of each dim do not change the value.
+        nothing: Ids of the whole tensors that are known to be zeros, or to have no elements.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Call:
     layouts: dict[int, Activation] = field(default_factory=dict)
     producers: dict[int, tuple[str, ...]] = field(default_factory=dict)
     repeats: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    nothing: set[int] = field(default_factory=set)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument that may be given by position or by name."""
@@ -69,6 +71,10 @@ class Call:
     def repeated(self, tensor: Tensor) -> tuple[int, ...]:
         """Return how often each dim of a whole tensor repeats its values, innermost first; 1 where it does not."""
         return self.repeats.get(id(tensor), (1,) * tensor.ndim)
+
+    def is_nothing(self, tensor: Tensor) -> bool:
+        """Return whether a whole tensor is known to be zeros, which are a partial sum as well."""
+        return id(tensor) in self.nothing
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -111,4 +117,4 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in([value.start, value.stop, value.step])
 
 
-from shardwise.plan.rules import contract, elementwise, index, reduce, shape  # noqa: E402, F401  # fill RULES
+from shardwise.plan.rules import contract, elementwise, index, reduce, scatter, shape  # noqa: E402, F401  # fill RULES

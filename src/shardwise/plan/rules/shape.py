@@ -194,7 +194,7 @@ def cat(call: Call) -> Result:
     """Join the blocks along the sharded dim; along another, all shards must be equal."""
     tensors = [t for t in call.argument(0, "tensors") if t.ndim == call.output.ndim]
     layouts = [call.layout(t) for t in tensors]
-    dim = (call.argument(1, "dim", call.kwargs.get("axis", 0))) % call.output.ndim
+    dim = call.argument(1, "dim", call.kwargs.get("axis", 0)) % call.output.ndim
     if not any(isinstance(layout, Shard) for layout in layouts):
         return partial_join(call, tensors)
     first, shard = next((t, s) for t, s in zip(tensors, layouts, strict=True) if isinstance(s, Shard))
@@ -226,9 +226,23 @@ def joins(call: Call, first: tuple[Tensor, Shard], second: tuple[Tensor, Activat
 def partial_join(call: Call, tensors: list[Tensor]) -> Activation:
     """Return the layout of tensors that are joined and of which none is a shard: all are partial sums, or none."""
     partial = [t for t in tensors if isinstance(call.layout(t), Partial)]
-    if partial and len(partial) < len(tensors):
+    rest = [t for t in tensors if call.layout(t) == WHOLE and not call.is_nothing(t)]
+    if partial and rest:
         raise refuse_partial(call, partial[0])
     return Partial() if partial else WHOLE
+
+
+@rule("vstack")
+def vstack(call: Call) -> Result:
+    """Join along the first dim; vectors, which become rows, are refused."""
+    for t in call.argument(0, "tensors"):
+        if t.ndim < 2:
+            raise Mismatch(
+                f"{call.name} makes rows of {call.layout(t)} from {call.source(t)}",
+                f"leave {call.source(t)} out of the plan",
+                KeepWhole(call.made_by(t), call.name),
+            )
+    return cat(call)
 
 
 @rule("stack")
