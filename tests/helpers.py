@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
+from torch.overrides import TorchFunctionMode
 
 from shardwise import models
 
@@ -102,9 +103,28 @@ def plainly(model: nn.Module) -> dict[str, bool]:
     return {"return_dict": False} if "return_dict" in signature(type(own).forward).parameters else {}
 
 
+ROUNDS_IN_ANY_DTYPE = {"Kandinsky5Transformer3DModel"}
+"""Classes whose code rounds queries and keys to bf16 in every forward, also in one of fp32."""
+
+
+class _Unrounded(TorchFunctionMode):
+    """Leaves out a forward's own rounding to bf16, which turns a difference in a last digit into a step of bf16."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to and args[0].dtype == torch.float32 and args[1:] == (torch.bfloat16,):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def exactly(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which a model computes in the dtype of its weights: one process and ranks alike."""
+    return _Unrounded() if type(model).__name__ in ROUNDS_IN_ANY_DTYPE else nullcontext()
+
+
 def call(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     """Return the output tensors of a diffusers model."""
-    return list(tensors_of(model(**inputs, **plainly(model))))
+    with exactly(model):
+        return list(tensors_of(model(**{**inputs, **plainly(model)})))
 
 
 @contextmanager

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.models.cosmos import CosmosTransformer3DModel
     from shardwise.models.cosmos3 import Cosmos3OmniTransformer
     from shardwise.models.dit import DiTTransformer2DModel
+    from shardwise.models.dreamlite import DreamLiteTransformer2DModel
     from shardwise.models.easyanimate import EasyAnimateTransformer3DModel
     from shardwise.models.ernie_image import ErnieImageTransformer2DModel
     from shardwise.models.flux import FluxTransformer2DModel
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from shardwise.models.flux3 import Flux3Transformer2DModel
     from shardwise.models.glm_image import GlmImageTransformer2DModel
     from shardwise.models.helios import HeliosTransformer3DModel
+    from shardwise.models.hidream import HiDreamImageTransformer2DModel
     from shardwise.models.hunyuan_dit import HunyuanDiT2DModel
     from shardwise.models.hunyuan_image import HunyuanImageTransformer2DModel
     from shardwise.models.hunyuan_video import HunyuanVideoTransformer3DModel
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from shardwise.models.ideogram4 import Ideogram4Transformer2DModel
     from shardwise.models.joy_image import JoyImageEditTransformer3DModel
     from shardwise.models.joy_image_plus import JoyImageEditPlusTransformer3DModel
+    from shardwise.models.kandinsky5 import Kandinsky5Transformer3DModel
     from shardwise.models.kandinsky6 import Kandinsky6Transformer3DModel
     from shardwise.models.krea2 import Krea2Transformer2DModel
     from shardwise.models.latte import LatteTransformer3DModel
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from shardwise.models.minimax_music3_rvq import MiniMaxMusic3RVQDepthDecoder
     from shardwise.models.mochi import MochiTransformer3DModel
     from shardwise.models.motif_video import MotifVideoTransformer3DModel
+    from shardwise.models.nucleusmoe import NucleusMoEImageTransformer2DModel
     from shardwise.models.omnigen import OmniGenTransformer2DModel
     from shardwise.models.ovis_image import OvisImageTransformer2DModel
     from shardwise.models.pixart import PixArtTransformer2DModel
@@ -65,6 +69,7 @@ if TYPE_CHECKING:
     from shardwise.models.prx import PRXTransformer2DModel
     from shardwise.models.qwen_image import QwenImageTransformer2DModel
     from shardwise.models.qwen_image21 import QwenImage21Transformer2DModel
+    from shardwise.models.rfd4_proteina import RFD4ProteinaTransformer
     from shardwise.models.sana import SanaTransformer2DModel
     from shardwise.models.sana_video import SanaVideoTransformer3DModel
     from shardwise.models.sana_wm_refiner import SanaWMLTX2RefinerTransformer3DModel
@@ -99,6 +104,7 @@ FAMILIES = {
     "Cosmos3OmniTransformer": "cosmos3",
     "CosmosTransformer3DModel": "cosmos",
     "DiTTransformer2DModel": "dit",
+    "DreamLiteTransformer2DModel": "dreamlite",
     "EasyAnimateTransformer3DModel": "easyanimate",
     "ErnieImageTransformer2DModel": "ernie_image",
     "Flux2Transformer2DModel": "flux2",
@@ -106,6 +112,7 @@ FAMILIES = {
     "FluxTransformer2DModel": "flux",
     "GlmImageTransformer2DModel": "glm_image",
     "HeliosTransformer3DModel": "helios",
+    "HiDreamImageTransformer2DModel": "hidream",
     "HunyuanDiT2DModel": "hunyuan_dit",
     "HunyuanImageTransformer2DModel": "hunyuan_image",
     "HunyuanVideo15Transformer3DModel": "hunyuan_video15",
@@ -114,6 +121,7 @@ FAMILIES = {
     "Ideogram4Transformer2DModel": "ideogram4",
     "JoyImageEditPlusTransformer3DModel": "joy_image_plus",
     "JoyImageEditTransformer3DModel": "joy_image",
+    "Kandinsky5Transformer3DModel": "kandinsky5",
     "Kandinsky6Transformer3DModel": "kandinsky6",
     "Krea2Transformer2DModel": "krea2",
     "LTX2VideoTransformer3DModel": "ltx2",
@@ -128,6 +136,7 @@ FAMILIES = {
     "MiniMaxMusic3Transformer1DModel": "minimax_music3",
     "MochiTransformer3DModel": "mochi",
     "MotifVideoTransformer3DModel": "motif_video",
+    "NucleusMoEImageTransformer2DModel": "nucleusmoe",
     "OmniGenTransformer2DModel": "omnigen",
     "OvisImageTransformer2DModel": "ovis_image",
     "PRXTransformer2DModel": "prx",
@@ -135,6 +144,7 @@ FAMILIES = {
     "PriorTransformer": "prior",
     "QwenImage21Transformer2DModel": "qwen_image21",
     "QwenImageTransformer2DModel": "qwen_image",
+    "RFD4ProteinaTransformer": "rfd4_proteina",
     "SD3Transformer2DModel": "sd3",
     "SanaTransformer2DModel": "sana",
     "SanaVideoTransformer3DModel": "sana_video",
@@ -172,6 +182,7 @@ __all__ = [
     "Cosmos3OmniTransformer",
     "CosmosTransformer3DModel",
     "DiTTransformer2DModel",
+    "DreamLiteTransformer2DModel",
     "EasyAnimateTransformer3DModel",
     "ErnieImageTransformer2DModel",
     "Flux2Transformer2DModel",
@@ -179,6 +190,7 @@ __all__ = [
     "FluxTransformer2DModel",
     "GlmImageTransformer2DModel",
     "HeliosTransformer3DModel",
+    "HiDreamImageTransformer2DModel",
     "HunyuanDiT2DModel",
     "HunyuanImageTransformer2DModel",
     "HunyuanVideo15Transformer3DModel",
@@ -187,6 +199,7 @@ __all__ = [
     "Ideogram4Transformer2DModel",
     "JoyImageEditPlusTransformer3DModel",
     "JoyImageEditTransformer3DModel",
+    "Kandinsky5Transformer3DModel",
     "Kandinsky6Transformer3DModel",
     "Krea2Transformer2DModel",
     "LTX2VideoTransformer3DModel",
@@ -201,6 +214,7 @@ __all__ = [
     "MiniMaxMusic3Transformer1DModel",
     "MochiTransformer3DModel",
     "MotifVideoTransformer3DModel",
+    "NucleusMoEImageTransformer2DModel",
     "OmniGenTransformer2DModel",
     "OvisImageTransformer2DModel",
     "PRXTransformer2DModel",
@@ -208,6 +222,7 @@ __all__ = [
     "PriorTransformer",
     "QwenImage21Transformer2DModel",
     "QwenImageTransformer2DModel",
+    "RFD4ProteinaTransformer",
     "SD3Transformer2DModel",
     "SanaTransformer2DModel",
     "SanaVideoTransformer3DModel",

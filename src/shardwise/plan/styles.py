@@ -2,8 +2,8 @@
 
 A style states which modules it takes, how their parameters are cut, which integer attributes become local,
 and which runtime class does the work. The loader, the runtime and the reports ask the style; nobody else
-branches on what kind a style is. Adding a style is adding a class here (or in `plan.linears`, `plan.slices`, `plan.experts`) and
-its runtime half in `runtime.modules.LOCAL_CLASSES`.
+branches on what kind a style is. Adding a style is adding a class here (or in `plan.linears`, `plan.slices`,
+`plan.experts`) and its runtime half in `runtime.modules.LOCAL_CLASSES`.
 
 Uses `torch.nn` to recognise modules, and nothing of a process group.
 """
