@@ -121,6 +121,40 @@ def exactly(model: nn.Module) -> AbstractContextManager[Any]:
     return _Unrounded() if type(model).__name__ in ROUNDS_IN_ANY_DTYPE else nullcontext()
 
 
+class Routes(TorchFunctionMode):
+    """Has every forward after the first choose as the first did, where a model chooses by `topk`.
+
+    A router that rounds may send a token to another expert, which is another picture and no error of rounding: of 24
+    tiny HiDreams in bf16, 5 sharded ones are more than 1.5 times as far from fp32 as one process is, up to 7.8
+    times; with the same routes none is (at most 1.3 times).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chosen: list[Tensor] = []
+        self._next: int | None = None
+
+    def again(self) -> Routes:
+        """Return the mode for a forward that chooses as the first did."""
+        self._next = 0
+        return self
+
+    def all_taken(self) -> bool:
+        """Return whether the last forward chose as often as the first did."""
+        return self._next == len(self._chosen)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return output
+        if self._next is None:
+            self._chosen.append(output.indices)
+            return output
+        indices, self._next = self._chosen[self._next], self._next + 1
+        dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
+        return torch.return_types.topk((args[0].gather(dim, indices), indices))
+
+
 def call(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     """Return the output tensors of a diffusers model."""
     with exactly(model):

@@ -101,6 +101,8 @@ def _serve(rank: int, size: int, store: Path, connection: Connection) -> None:
     # Some of its models import an output class from where it used to be.
     warnings.filterwarnings("ignore", message=".*Importing `Transformer2DModelOutput` from")
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+    # Its Kandinsky 5 norms queries and keys in fp32 also by weights of bf16, which torch says is slow.
+    warnings.filterwarnings("ignore", message=".*Mismatch dtype between input and weight")
     connection.send(("value", None))
     while True:
         try:

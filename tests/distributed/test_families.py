@@ -20,6 +20,7 @@ from shardwise.runtime.shard import sharding_of
 from tests import tolerances
 from tests.helpers import (
     FAMILIES,
+    Routes,
     cast,
     family,
     outputs,
@@ -260,11 +261,18 @@ def test_layers_that_a_pipeline_calls_around_the_forward_equal_one_process(
 def _bf16(name: str, folder: Path) -> tuple[float, float, set[str]]:
     inputs = tiny_inputs(name)
     half = cast(inputs, torch.bfloat16)
-    exact = outputs(stock(name, folder), inputs)
+    routes = Routes()
+    with routes:
+        exact = outputs(stock(name, folder), inputs)
     sharded = load(name, folder, dtype=torch.bfloat16)
     whole = stock(name, folder, dtype=torch.bfloat16)
     same = {n for n, p in whole.named_parameters() if sharded.get_parameter(n).dtype != p.dtype}
-    return relative_error(outputs(sharded, half), exact), relative_error(outputs(whole, half), exact), same
+    errors = []
+    for model in (sharded, whole):
+        with routes.again():
+            errors.append(relative_error(outputs(model, half), exact))
+        assert routes.all_taken()
+    return errors[0], errors[1], same
 
 
 @pytest.mark.parametrize("name", FAMILIES)

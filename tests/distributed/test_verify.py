@@ -27,12 +27,13 @@ from shardwise.errors import ConfigError, GroupError, PlanError, RankFailure, Sh
 from shardwise.launch import run_ranks
 from shardwise.models.flux2 import PLAN as FLUX2_PLAN
 from shardwise.plan.files import write_plan
+from shardwise.runtime import modules
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.verification import VerifyReport, checkpoint, run
 from tests import tolerances
 from tests.helpers import FAMILIES, family, randomize, save_tiny, tiny_inputs
 from tests.pool import Pool
-from tests.small_models import Mlp, Transformer, small_input
+from tests.small_models import Mixture, Mlp, Transformer, small_input
 
 EMBEDDED = demo_model_path() / "transformer"
 PLAIN_FF = FLUX2_PLAN | {"transformer_blocks.*.ff.linear_in": "colwise"}
@@ -335,3 +336,26 @@ def _unequal_inputs() -> str:
     except ShardwiseError as error:
         return str(error)
     return ""
+
+
+# --- experts whose terms are summed once ----------------------------------------------------------------------------
+
+
+def _experts(broken: bool) -> VerifyReport:
+    if not broken:
+        return _verify(randomize(Mixture()), small_input(Mixture))
+    with mock.patch.object(modules.OutputSum, "__call__", lambda self, module, args, output: output):
+        return _verify(randomize(Mixture()), small_input(Mixture))
+
+
+def test_experts_are_judged_together_because_each_leaves_a_term_of_their_sum(two_ranks: Pool) -> None:
+    for report in two_ranks.run(_experts, False):
+        assert report.ok, report
+        assert [row.path for row in report.modules if "experts" in row.path] == ["experts"]
+
+
+def test_experts_that_are_not_summed_are_named(two_ranks: Pool) -> None:
+    for report in two_ranks.run(_experts, True):
+        assert not report.ok
+        assert report.first is not None
+        assert report.first.path == "experts"

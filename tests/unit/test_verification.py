@@ -22,7 +22,7 @@ from shardwise.verification.compare import Call, Trio, compare, watch, worst
 from shardwise.verification.plot import draw_strip
 from shardwise.verification.run import cast, main_dtype, tiny_model
 from tests import tolerances
-from tests.helpers import FAMILIES, family
+from tests.helpers import FAMILIES, Routes, family
 from tests.small_models import Mlp, small_input
 
 ROWS = (
@@ -315,3 +315,17 @@ def test_strip_needs_matplotlib_and_says_so(tmp_path: Path) -> None:
     ):
         draw_strip(REPORT, tmp_path / "strip.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_forward_with_the_routes_of_another_chooses_as_it_did_and_weighs_by_its_own_scores() -> None:
+    scores, other = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[6.0, 4.0, 5.0]])
+    routes = Routes()
+    with routes:
+        scores.topk(2)
+    with routes.again():
+        values, indices = torch.topk(other, 2, dim=-1)
+    assert indices.tolist() == [[1, 2]]
+    assert values.tolist() == [[4.0, 5.0]]
+    assert routes.all_taken()
+    routes.again()
+    assert not routes.all_taken()

@@ -7,7 +7,7 @@ whose own work does not change get a hook. Norms are in `runtime.norms`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -190,6 +190,14 @@ class OutputSum:
     def __call__(self, module: nn.Module, args: object, output: object) -> object:
         """Return the sums; one all-reduce for each tensor."""
         return tree_map_only(Tensor, partial(reduce_partial, group=self.group), output)
+
+
+def terms_of_sums(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of the modules inside of those that sum once: what they return may be one rank's terms."""
+    for path, module in model.named_modules():
+        if any(isinstance(hook, OutputSum) for hook in module._forward_hooks.values()):
+            prefix = f"{path}." if path else ""
+            yield from (prefix + name for name, _ in module.named_modules() if name)
 
 
 class RuntimeHalf(Protocol):

@@ -7,7 +7,8 @@ what went wrong before it, in the run, does not reach it.
 Only modules that see whole tensors can be compared like this. Between a colwise and a rowwise layer the values
 are slices; what lies there is judged by the smallest module around it. Which modules these are is not looked up
 but seen: the sharded module runs first, and the shapes that its submodules take and give are those of the whole
-one, or they are not.
+one, or they are not. Inside of a module that sums once, shapes are those of the whole and values are terms of a sum:
+it is judged as a whole.
 
 All ranks do the same in the same order; the collectives of the sharded modules meet.
 """
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardwise.errors import PlanError, ShardwiseError
+from shardwise.runtime.modules import terms_of_sums
 from shardwise.verification.bound import relative_error, rounding_bound, tensors
 from shardwise.verification.report import ModuleError
 
@@ -100,13 +102,14 @@ def compare(trio: Trio, call: Call) -> list[ModuleError]:
     Raises:
         Exception: what the whole module raises; a sharded one that raises is a row with an infinite error.
     """
-    seen = _shapes_on_ranks(trio.sharded, call)
+    seen, terms = _shapes_on_ranks(trio.sharded, call), set(terms_of_sums(trio.sharded))
     rows: list[ModuleError] = []
 
     def finished(name: str, module: nn.Module, turn: CallId, its: Call, output: Any) -> None:
         shapes = seen.get(turn)
         if (
             shapes
+            and name not in terms
             and shapes.inputs == its.shapes
             and shapes.outputs in (None, _shapes(output))
             and tensors(output)
