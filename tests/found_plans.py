@@ -11,6 +11,7 @@ from tools.mutation.cases import Case, case
 
 import shardwise
 from shardwise.plan.infer import Inferred
+from shardwise.plan.layout import Shard
 from shardwise.plan.resolve import resolve
 from shardwise.plan.styles import as_style
 from shardwise.plan.subject import block_lists
@@ -73,9 +74,10 @@ def _parted(plan: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
 
 
 def _meaning(case: Case, plan: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return what a plan does: the layout of each parameter, and each attribute it divides."""
+    """Return what a plan does: how each parameter is cut, if it is, and each attribute it divides."""
     resolved = resolve(case.model, plan, 2)
-    return dict(resolved.layouts), {m.path: dict(m.attributes) for m in resolved.modules if m.attributes}
+    cuts = {name: layout for name, layout in resolved.layouts.items() if isinstance(layout, Shard)}
+    return cuts, {m.path: dict(m.attributes) for m in resolved.modules if m.attributes}
 
 
 @cache

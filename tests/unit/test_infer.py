@@ -437,11 +437,20 @@ NOT_FOUND: dict[str, Difference] = {
     ),
     # The declared plan also shares an embedder, which is in no list of blocks.
     "T5FilmDecoder": Difference(groups=True),
+    # Experts that are no Linears, and a router below a thousandth of the weights of the default configuration.
+    "NucleusMoEImageTransformer2DModel": Difference(groups=True, more=("transformer_blocks.*.img_mlp.gate",)),
+    # The declared plan also shares embedders and updates of the pairs, which are in no list of blocks.
+    "RFD4ProteinaTransformer": Difference(groups=True),
 }
 """Where inference finds another plan than the declared one, and why."""
 
-UNUSED = {"SanaWMLTX2RefinerTransformer3DModel": "audio"}
-"""Classes with weights that no forward uses: what is in their names. Inference leaves them whole."""
+LEFT_WHOLE = {
+    # It makes one number for each head, and the heads are not shared.
+    "RFD4ProteinaTransformer": "mhba.mha.to_bias",
+    # It has weights that no forward uses.
+    "SanaWMLTX2RefinerTransformer3DModel": "audio",
+}
+"""What is in the names of Linears that inference leaves whole in a list of blocks."""
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
@@ -450,7 +459,7 @@ def test_declared_plan_is_found_by_dataflow(name: str) -> None:
     assert difference(name, found.plan) == NOT_FOUND.get(name, Difference())
     assert found.report.ok
     assert found.proved
-    assert all(name in UNUSED and UNUSED[name] in key for key in found.whole)
+    assert all(LEFT_WHOLE.get(name, "nothing") in key for key in found.whole)
 
 
 @pytest.mark.parametrize("name", THIRTEEN)
