@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -11,10 +11,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tools.rounding import exactly
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
-from torch.overrides import TorchFunctionMode
 
 from shardwise import models
 
@@ -101,58 +101,6 @@ def plainly(model: nn.Module) -> dict[str, bool]:
     """Return what asks a diffusers model for a tuple; one that returns nothing but a tensor is not asked."""
     own = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     return {"return_dict": False} if "return_dict" in signature(type(own).forward).parameters else {}
-
-
-ROUNDS_IN_ANY_DTYPE = {"Kandinsky5Transformer3DModel"}
-"""Classes whose code rounds queries and keys to bf16 in every forward, also in one of fp32."""
-
-
-class _Unrounded(TorchFunctionMode):
-    """Leaves out a forward's own rounding to bf16, which turns a difference in a last digit into a step of bf16."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.to and args[0].dtype == torch.float32 and args[1:] == (torch.bfloat16,):
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def exactly(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which a model computes in the dtype of its weights: one process and ranks alike."""
-    return _Unrounded() if type(model).__name__ in ROUNDS_IN_ANY_DTYPE else nullcontext()
-
-
-class Routes(TorchFunctionMode):
-    """Has every forward after the first choose as the first did, where a model chooses by `topk`.
-
-    A router that rounds may send a token to another expert, which is another picture and no error of rounding: of 24
-    tiny HiDreams in bf16, 5 sharded ones are more than 1.5 times as far from fp32 as one process is, up to 7.8
-    times; with the same routes none is (at most 1.3 times).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._chosen: list[Tensor] = []
-        self._next: int | None = None
-
-    def again(self) -> Routes:
-        """Return the mode for a forward that chooses as the first did."""
-        self._next = 0
-        return self
-
-    def all_taken(self) -> bool:
-        """Return whether the last forward chose as often as the first did."""
-        return self._next == len(self._chosen)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk):
-            return output
-        if self._next is None:
-            self._chosen.append(output.indices)
-            return output
-        indices, self._next = self._chosen[self._next], self._next + 1
-        dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
-        return torch.return_types.topk((args[0].gather(dim, indices), indices))
 
 
 def call(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:

@@ -37,6 +37,9 @@ _plan_file = click.option(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="JSON file of module pattern -> style, in place of the declared plan.",
 )
+_uneven = click.option(
+    "--uneven", is_flag=True, help="Share heads that a degree does not divide in unequal numbers."
+)
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 
@@ -93,8 +96,9 @@ def _demo_table(report: DemoReport) -> Table:
 @click.argument("model")
 @_tp(1)
 @_plan_file
+@_uneven
 @_as_json
-def check(model: str, tp_degree: int, plan_file: Path | None, as_json: bool) -> None:
+def check(model: str, tp_degree: int, plan_file: Path | None, uneven: bool, as_json: bool) -> None:
     """Check the plan of MODEL without reading a weight.
 
     MODEL is the name of a model class (its default, full-size configuration is used), a folder or hub id with a
@@ -107,7 +111,7 @@ def check(model: str, tp_degree: int, plan_file: Path | None, as_json: bool) -> 
 
     with _exit_codes():
         plan = read_plan(plan_file) if plan_file else None
-        report = run(str(_embedded()) if model == "embedded" else model, plan, tp_degree)
+        report = run(str(_embedded()) if model == "embedded" else model, plan, tp_degree, uneven=uneven)
     click.echo(json.dumps(report.as_dict(), indent=2) if as_json else f"{model}: {report}")
     if not report.ok:
         raise SystemExit(1)
@@ -128,6 +132,7 @@ def check(model: str, tp_degree: int, plan_file: Path | None, as_json: bool) -> 
     "--subfolder", help="Folder of the checkpoint; of a pipeline's folder, by default its transformer."
 )
 @_plan_file
+@_uneven
 @_as_json
 @click.option(
     "--plot",
@@ -141,6 +146,7 @@ def verify(
     dtype: str | None,
     subfolder: str | None,
     plan_file: Path | None,
+    uneven: bool,
     as_json: bool,
     plot: Path | None,
 ) -> None:
@@ -167,6 +173,7 @@ def verify(
             dtype=getattr(torch, dtype) if dtype else None,
             device=device,
             subfolder=subfolder,
+            uneven=uneven,
         )
         if plot is not None:
             draw_strip(report, plot)
@@ -185,6 +192,7 @@ def verify(
 )
 @click.option("--infer", "find", is_flag=True, help="Find a plan, and say why.")
 @_plan_file
+@_uneven
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16")
 @click.option("--python", "as_python", is_flag=True, help="Print the plan only, as Python to paste.")
 @_as_json
@@ -198,6 +206,7 @@ def plan(
     degrees: tuple[int, ...] | None,
     find: bool,
     plan_file: Path | None,
+    uneven: bool,
     dtype: str,
     as_python: bool,
     as_json: bool,
@@ -220,7 +229,7 @@ def plan(
 
             found: Any = infer(named, degrees[0] if degrees else 2)
         else:
-            found = _estimated(named, degrees or (1, 2, 4, 8), plan_file, dtype, plot)
+            found = _estimated(named, degrees or (1, 2, 4, 8), plan_file, dtype, uneven, plot)
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=2))
     elif as_python:
@@ -240,7 +249,12 @@ def _degrees(value: str | None) -> tuple[int, ...] | None:
 
 
 def _estimated(
-    model: str, degrees: tuple[int, ...], plan_file: Path | None, dtype: str, plot: Path | None
+    model: str,
+    degrees: tuple[int, ...],
+    plan_file: Path | None,
+    dtype: str,
+    uneven: bool,
+    plot: Path | None,
 ) -> Estimate:
     import torch  # takes seconds to import
 
@@ -252,7 +266,7 @@ def _estimated(
     if plot is not None:
         require_matplotlib()
     given = read_plan(plan_file) if plan_file else None
-    found = estimate(model, degrees, given, dtype=getattr(torch, dtype))
+    found = estimate(model, degrees, given, dtype=getattr(torch, dtype), uneven=uneven)
     if plot is not None:
         draw_bytes(found, plot)
     return found

@@ -30,6 +30,9 @@ class TensorParallelConfig:
         shard_modulation: Whether the plan's lone projections with whole inputs, AdaLN modulations above all, are
             sharded. It saves memory (a quarter of FLUX.1, a third of Qwen-Image) and costs a small sum over the
             ranks for each. Of a plan that is passed nothing is left out.
+        uneven: Whether attentions whose number of heads the degree does not divide are shared all the same: each rank
+            holds whole heads, the first ranks one more than the last (30 heads on 4 ranks: 8, 8, 7 and 7). Ranks with
+            fewer heads wait for the others, so a degree that divides is faster for its size.
         debug: Whether every forward compares the model's inputs over the ranks, and raises where they differ. The
             environment variable `SHARDWISE_DEBUG=1` asks for the same. One rank that asks is enough.
 
@@ -43,6 +46,7 @@ class TensorParallelConfig:
     check: bool = True
     plan: Mapping[str, object] | None = field(default=None, hash=False)
     shard_modulation: bool = True
+    uneven: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:

@@ -89,7 +89,8 @@ def _proof(name: str, folder: Path) -> Proof:
         planned=sum(size for n, size in sizes.items() if isinstance(layouts[n], Shard)),
         unplanned=sum(size for n, size in sizes.items() if not isinstance(layouts[n], Shard)),
         expected=sum(
-            prod(layouts[n].local_shape(tuple(p.shape), sharding.group.degree)) * p.itemsize
+            prod(layouts[n].local_shape(tuple(p.shape), sharding.group.rank, sharding.group.degree))
+            * p.itemsize
             for n, p in whole.named_parameters()
         ),
         read=model.load_report.bytes_read - buffers,

@@ -86,9 +86,9 @@ def _backward(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], d
     return grads, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def compare_gradients(whole: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
+def compare_gradients(whole: nn.Module, inputs: dict[str, Any], uneven: bool = False) -> tuple[float, float]:
     """Return the largest errors of the gradients of inputs and of parameters."""
-    config = TensorParallelConfig(tp_degree=dist.get_world_size(), check=False)
+    config = TensorParallelConfig(tp_degree=dist.get_world_size(), check=False, uneven=uneven)
     sharded = enable_parallelism(copy.deepcopy(whole), config=config)
     sharding = sharding_of(sharded)
     wanted_inputs, wanted = _backward(whole, inputs)

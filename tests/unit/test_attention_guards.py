@@ -40,7 +40,7 @@ def divided(plan: ResolvedPlan) -> dict[str, int]:
         name: value
         for m in plan.modules
         if isinstance(m.style, DivideAttributes)
-        for name, value in m.attributes.items()
+        for name, value in m.values(0, plan.degree).items()
     }
 
 

@@ -55,7 +55,7 @@ def divided(model: nn.Module, plan: dict[str, object], degree: int = 2) -> dict[
     """Return module path -> attributes that become local, without the sizes of the Linears."""
     resolved = resolve(model, plan, degree).modules
     return {
-        module.path: dict(module.attributes)
+        module.path: module.values(0, degree)
         for module in resolved
         if isinstance(module.style, DivideAttributes)
     }
@@ -235,7 +235,7 @@ def test_L2_E4_heads_of_the_config_that_the_degree_does_not_divide_are_refused(n
     error = refusal(model, QKV, degree=4)
     (finding,) = error.findings
     assert (finding.kind, finding.module) == ("IndivisibleHeads", f"config.{name}")
-    assert finding.fix.endswith(": 1, 2, 3, 6")
+    assert finding.fix.endswith(": 1, 2, 3, 6, or TensorParallelConfig(uneven=True)")
     assert error.degrees == (1, 2, 3, 6)  # 8 divides the Linears, and no head count
     assert divided(model, QKV, degree=3) == {}
 
@@ -278,7 +278,7 @@ def test_E4_fewer_key_heads_than_ranks_are_held_in_copies() -> None:
     assert resolved.layouts["attn.to_q.weight"] == Shard(0, (24,))
     assert resolved.layouts["attn.to_k.weight"] == resolved.layouts["attn.to_v.bias"] == Shard(0, (6,), 4)
     (attention,) = (m for m in resolved.modules if m.path == "attn")
-    assert attention.attributes == {"heads": 1, "kv_heads": 1, "inner_kv_dim": 3, "num_key_value_groups": 1}
+    assert attention.values(3, 8) == {"heads": 1, "kv_heads": 1, "inner_kv_dim": 3, "num_key_value_groups": 1}
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -287,7 +287,7 @@ def test_copies_need_no_entry_where_the_head_width_is_an_attribute(degree: int) 
     resolved = resolve(Model(attn), {**QKV, "attn": DivideAttributes("heads", "kv_heads")}, degree)
     assert resolved.layouts["attn.to_k.weight"].copies == degree // 2
     (attention,) = (m for m in resolved.modules if m.path == "attn")
-    assert attention.attributes == {"heads": 8 // degree, "kv_heads": 1}
+    assert attention.values(0, degree) == {"heads": 8 // degree, "kv_heads": 1}
 
 
 def test_groups_are_divided_only_where_key_heads_are_held_in_copies() -> None:

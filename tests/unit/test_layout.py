@@ -13,6 +13,8 @@ CUTS = [
     pytest.param(Shard(0, (4, 12, 8)), 4, id="unequal-blocks"),
     pytest.param(Shard(2, (9, 3)), 3, id="three-ranks"),
     pytest.param(Shard(0, (0, 6)), 2, id="empty-block"),
+    pytest.param(Shard(1, (30, 60), units=30), 4, id="30-heads"),
+    pytest.param(Shard(0, (12, 6), units=6), 4, id="6-heads"),
 ]
 
 
@@ -32,10 +34,13 @@ def test_E5_spans_cut_each_block_on_its_own(shard: Shard, degree: int) -> None:
     for rank in range(degree):
         indices = owned(shard, rank, degree)
         for block, stop in zip(shard.blocks, stops, strict=True):
-            piece = block // degree
-            start = stop - block + rank * piece
+            heads = shard.units or degree  # the first ranks have one more than the last
+            first, after = (
+                sum(heads // degree + (r < heads % degree) for r in range(n)) for n in (rank, rank + 1)
+            )
+            start, piece = stop - block, block // heads
             inside = [i for i in indices if stop - block <= i < stop]
-            assert inside == list(range(start, start + piece))
+            assert inside == list(range(start + first * piece, start + after * piece))
 
 
 @pytest.mark.parametrize(("shard", "degree"), CUTS)
@@ -58,7 +63,7 @@ def test_local_shape_is_the_shape_of_the_spans(shard: Shard, degree: int) -> Non
     for rank in range(degree):
         local = list(shape)
         local[shard.dim] = len(owned(shard, rank, degree))
-        assert shard.local_shape(tuple(shape), degree) == tuple(local)
+        assert shard.local_shape(tuple(shape), rank, degree) == tuple(local)
 
 
 def test_dim_that_counts_from_the_end_is_no_layout() -> None:
@@ -68,7 +73,7 @@ def test_dim_that_counts_from_the_end_is_no_layout() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (4, 6)])
 def test_P10_replicated_keeps_the_whole_shape(shape: tuple[int, ...]) -> None:
-    assert Replicated().local_shape(shape, 4) == shape
+    assert Replicated().local_shape(shape, 1, 4) == shape
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,15 @@ def test_copies_give_the_same_piece_to_neighbouring_ranks(copies: int) -> None:
     shared, pieces = Shard(0, (8, 16), copies), 8 // copies
     for rank in range(8):
         assert owned(shared, rank, 8) == owned(Shard(0, (8, 16)), rank // copies, pieces)
-    assert shared.local_shape((24, 5), 8) == (24 // pieces, 5)
+    assert shared.local_shape((24, 5), 3, 8) == (24 // pieces, 5)
+
+
+def test_30_heads_on_4_ranks_are_8_8_7_and_7() -> None:
+    queries = Shard(0, (30 * 64,), units=30)
+    assert [queries.local_size(rank, 4) // 64 for rank in range(4)] == [8, 8, 7, 7]
+    assert queries.indivisible(4) == ()
+    assert Shard(0, (70,), units=30).indivisible(4) == (0,)  # no whole number for each head
+    assert Shard(0, (60,), units=3).indivisible(4) == (0,)  # nothing for the last rank
 
 
 def test_pieces_in_copies_need_blocks_that_their_number_divides() -> None:

@@ -69,7 +69,7 @@ def test_norm_over_all_heads_needs_and_leaves_sharded_features(norm: nn.Module) 
     assert style.needs(norm, 3) == Shard(2, (12,))
     assert style.leaves(norm, (5, 7, 12)) == Shard(2, (12,))
     assert style.leaves_shard
-    assert not style.local_attributes(norm, 2)
+    assert not style.attributes(norm, 2)
 
 
 @pytest.mark.parametrize("norm", KNOWN.values(), ids=list(KNOWN))
@@ -150,7 +150,7 @@ def test_attention_whose_own_parameter_is_sliced_still_divides_its_heads() -> No
     root = nn.Module()
     root.attn = attn
     resolved = resolve(root, {**QKV, "attn": SliceParameter("gate", 0)}, 2)
-    assert {"heads": 4} in [dict(m.attributes) for m in resolved.modules]
+    assert {"heads": 4} in [m.values(0, 2) for m in resolved.modules]
     assert resolved.layouts["attn.gate"] == Shard(0, (8,))
 
 
@@ -219,7 +219,7 @@ def test_gathered_output_leaves_everything_whole_and_takes_a_plain_cut_of_the_la
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_gathering_lays_a_slice_into_zeros_and_leaves_what_is_whole(rank: int) -> None:
-    gather = OutputGather(12, CountingGroup(4, rank))
+    gather = OutputGather(Shard(0, (12,)), CountingGroup(4, rank))
     piece, whole, other = torch.ones(2, 3), torch.ones(2, 12), torch.ones(2, 5)
     gathered, *kept, inner = gather(nn.Identity(), (), (piece, whole, other, None, [piece]))
     assert gathered.shape == (2, 12)

@@ -226,7 +226,7 @@ def test_P10_parameters_that_are_not_planned_are_replicated(name: str) -> None:
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 def test_attributes_hold_the_values_of_a_rank(degree: int) -> None:
     resolved = resolve(Model(), PLAN, degree)
-    local = {module.path: dict(module.attributes) for module in resolved.modules}
+    local = {module.path: module.values(0, degree) for module in resolved.modules}
     assert resolved.degree == degree
     assert local["blocks.0.attn.to_q"] == {"out_features": 24 // degree}
     assert local["blocks.2.down"] == {"in_features": 32 // degree}

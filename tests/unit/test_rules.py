@@ -65,23 +65,32 @@ class Case:
 class Draw:
     """Random tensors with layouts, for one call at one degree.
 
-    With `pieces`, a shard has so many different ones, and several ranks hold each; else each rank has its own.
+    With `pieces`, a shard has so many different ones, and several ranks hold each; else each rank has its own. With
+    `units`, the ranks hold unequal numbers of them, and what the code has on a rank is drawn for `rank`.
     """
 
-    def __init__(self, name: str, seed: int, pieces: int | None = None) -> None:
+    def __init__(
+        self, name: str, seed: int, pieces: int | None = None, units: int = 0, rank: int = 0
+    ) -> None:
         self.name = name
         self.random = Random(f"{name} {seed}")
         torch.manual_seed(crc32(f"{name} {seed}".encode()))
         self.degree = self.random.choice([2, 4]) if pieces is None else 4
-        self.pieces = pieces or self.degree
-        self.copies = self.degree // self.pieces
+        self.degree = 4 if units else self.degree
+        self.pieces = units or pieces or self.degree
+        self.copies = 1 if units else self.degree // self.pieces
+        self.units, self.rank = units, rank
         self.known: dict[int, tuple[Tensor, Activation]] = {}
         self.terms: dict[int, list[Tensor]] = {}
         self.follows: dict[int, tuple[Tensor, int, int]] = {}
         self.zeros: dict[int, Tensor] = {}
 
     def shard_along(self, dim: int, blocks: tuple[int, ...]) -> Shard:
-        return Shard(dim, blocks, self.copies)
+        return Shard(dim, blocks, self.copies, self.units)
+
+    def part(self, size: int) -> int:
+        """What a size or border along the sharded dim is on a rank."""
+        return self.shard_along(0, ()).scaled(size, self.rank, self.degree)
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -188,7 +197,8 @@ class Draw:
             if id(value) in self.follows:
                 _, dim, run = self.follows[id(value)]
                 rest = value.shape[dim] % run
-                return cut(value, Shard(dim, (run,) * (value.shape[dim] // run) + (rest,)), 0, self.pieces)
+                runs = Shard(dim, (run,) * (value.shape[dim] // run) + (rest,), units=self.units)
+                return cut(value, runs, self.rank, self.degree if self.units else self.pieces)
             return cut(value, self.layout(value), rank, self.degree)
         if isinstance(value, (list, tuple)):
             return type(value)(self.piece(item, rank) for item in value)
@@ -198,8 +208,12 @@ class Draw:
 VALUES_UNDEFINED = {"empty_like", "new_empty"}
 
 
-def commutes(draw: Draw, case: Case, rule: Rule) -> list[Activation]:
+def commutes(
+    draw: Draw, case: Case, rule: Rule, on_ranks: Sequence[tuple[Draw, Case]] = ()
+) -> list[Activation]:
     """Return the layouts that `rule` gives the outputs; raise if the function does not commute with cutting.
+
+    The same case may be drawn for each rank, where the code has other numbers on each.
 
     Raises:
         Mismatch: the rule refuses the call.
@@ -212,10 +226,11 @@ def commutes(draw: Draw, case: Case, rule: Rule) -> list[Activation]:
     assert len(layouts) == len(outputs)
     sums: list[Any] = [0] * len(outputs)
     for rank in range(draw.degree):
-        args = tuple(draw.piece(arg, rank) for arg in case.args)
-        args = case.local(args, layouts, outputs) if case.local else args
+        own, its = on_ranks[rank] if on_ranks else (draw, case)
+        args = tuple(own.piece(arg, rank) for arg in its.args)
+        args = its.local(args, layouts, outputs) if its.local else args
         try:
-            local = list(tensors_in(case.function(*args, **case.kwargs)))
+            local = list(tensors_in(its.function(*args, **its.kwargs)))
         except (RuntimeError, IndexError) as error:
             raise AssertionError(f"{draw.name} fails on a rank") from error
         assert len(local) == len(outputs)
@@ -240,17 +255,18 @@ def same(found: Tensor, wanted: Tensor, name: str, shape_only: bool = False) -> 
         torch.testing.assert_close(found, wanted, equal_nan=True, rtol=close, atol=close)
 
 
-def prove(name: str, rule: Rule, pieces: int | None = None) -> int:
+def prove(name: str, rule: Rule, pieces: int | None = None, units: int = 0) -> int:
     """Try `rule` on random calls; return how many had a shard and passed."""
     passed = 0
     for seed in range(TRIALS):
-        draw = Draw(name, seed, pieces)
-        case = DRAWS[name](draw)
+        draws = (Draw(name, seed, pieces, units, rank) for rank in range(4 if units else 1))
+        on_ranks = [(draw, DRAWS[name](draw)) for draw in draws]  # one after the other, from the same seed
+        draw, case = on_ranks[0]
         tensors = list(tensors_in((case.args, case.kwargs)))
         if all(draw.layout(t) == WHOLE for t in tensors):
             continue
         try:
-            commutes(draw, case, rule)
+            commutes(draw, case, rule, on_ranks if units else ())
         except Mismatch:
             continue
         passed += any(isinstance(draw.layout(t), Shard) for t in tensors)
@@ -286,8 +302,9 @@ def named(name: str) -> Callable[..., Any]:
     return (lambda x, *args, **kwargs: method(x.clone(), *args, **kwargs)) if in_place else method
 
 
-def size_of(layout: Activation, whole: Tensor, degree: int) -> list[int]:
-    return list(layout.local_shape(tuple(whole.shape), degree) if isinstance(layout, Shard) else whole.shape)
+def size_of(layout: Activation, whole: Tensor, draw: Draw) -> list[int]:
+    shape = tuple(whole.shape)
+    return list(layout.local_shape(shape, draw.rank, draw.degree) if isinstance(layout, Shard) else shape)
 
 
 @draws(*elementwise.LINEAR, *elementwise.LINEAR_IN_PLACE, *elementwise.UNARY, *elementwise.UNARY_IN_PLACE)
@@ -383,7 +400,7 @@ def draw_view(draw: Draw) -> Case:
     return Case(
         getattr(Tensor, draw.name),
         (x, regrouped(draw, x.shape)),
-        local=lambda args, layouts, outputs: (args[0], size_of(layouts[0], outputs[0], draw.degree)),
+        local=lambda args, layouts, outputs: (args[0], size_of(layouts[0], outputs[0], draw)),
     )
 
 
@@ -406,7 +423,7 @@ def draw_unflatten(draw: Draw) -> Case:
     sizes = regrouped(draw, [x.shape[dim]])
 
     def local(args: tuple[Any, ...], layouts: list[Activation], outputs: list[Tensor]) -> tuple[Any, ...]:
-        return args[0], dim, size_of(layouts[0], outputs[0], draw.degree)[dim : dim + len(sizes)]
+        return args[0], dim, size_of(layouts[0], outputs[0], draw)[dim : dim + len(sizes)]
 
     return Case(torch.unflatten, (x, dim, sizes), local=local)
 
@@ -454,7 +471,7 @@ def draw_expand(draw: Draw) -> Case:
     return Case(
         getattr(Tensor, draw.name),
         (x, sizes),
-        local=lambda args, layouts, outputs: (args[0], size_of(layouts[0], outputs[0], draw.degree)),
+        local=lambda args, layouts, outputs: (args[0], size_of(layouts[0], outputs[0], draw)),
     )
 
 
@@ -526,7 +543,7 @@ def draw_split(draw: Draw) -> Case:
         how = sizes[0]
 
     def local(args: tuple[Any, ...], layouts: list[Activation], outputs: list[Tensor]) -> tuple[Any, ...]:
-        divided = how // draw.pieces if isinstance(how, int) else [size // draw.pieces for size in how]
+        divided = draw.part(how) if isinstance(how, int) else [draw.part(size) for size in how]
         return args[0], divided if along else how, dim
 
     function = getattr(Tensor, draw.name)
@@ -548,18 +565,18 @@ def slice_of(draw: Draw, shard: Shard) -> tuple[slice, slice]:
     """A slice of a sharded dim, and the slice that the code takes on a rank."""
     borders = [0, *accumulate(shard.blocks)]
     start, stop = sorted(draw.random.sample(borders, 2))
-    n, kind = draw.pieces, draw.pick("all", "all", "part", "part", "strided", "negative", "odd")
+    part, kind = draw.part, draw.pick("all", "all", "part", "part", "strided", "negative", "odd")
     if kind == "all":
         return slice(None), slice(None)
     if kind == "strided":
         bounds = slice(draw.pick(0, 1), None, 2)
         return bounds, bounds
     if kind == "odd":
-        return slice(1, stop), slice(1, max(1, stop // n))
+        return slice(1, stop), slice(1, max(1, part(stop)))
     if kind == "negative":
         size = shard.size
-        return slice(start - size, stop), slice((start - size) // n, stop // n)
-    return slice(start, stop), slice(start // n, stop // n)
+        return slice(start - size, stop), slice(-part(size - start), part(stop))
+    return slice(start, stop), slice(part(start), part(stop))
 
 
 @draws("narrow")
@@ -570,7 +587,7 @@ def draw_narrow(draw: Draw) -> Case:
     if not isinstance(layout, Shard) or dim != layout.dim:
         return Case(torch.narrow, (x, dim, 0, 1))
     bounds, local = slice_of(draw, layout)
-    (start, stop, _), (low, high, _) = bounds.indices(layout.size), local.indices(layout.size // draw.pieces)
+    (start, stop, _), (low, high, _) = bounds.indices(layout.size), local.indices(draw.part(layout.size))
     args = (dim, low, high - low)
     return Case(torch.narrow, (x, dim, start, stop - start), local=lambda a, layouts, outputs: (a[0], *args))
 
@@ -889,8 +906,9 @@ def draw_attention(draw: Draw) -> Case:
     blocks = draw.blocks()
     sizes = [2, 2, 5, 4]
     sizes[dim] = sum(blocks)
-    q = draw.put(draw.tensor([size * (shared if i == 1 else 1) for i, size in enumerate(sizes)]),
-                 Shard(dim, tuple(block * shared for block in blocks), 1 if shared > 1 else draw.copies))  # fmt: skip
+    repeated = draw.shard_along(dim, tuple(block * shared for block in blocks))
+    shard = replace(repeated, copies=1) if shared > 1 else repeated
+    q = draw.put(draw.tensor([size * (shared if i == 1 else 1) for i, size in enumerate(sizes)]), shard)
     k, v = (draw.put(draw.tensor(sizes), draw.shard_along(dim, blocks)) for _ in range(2))
     if draw.chance(0.1):
         draw.put(draw.pick(q, k, v), draw.pick(WHOLE, Partial()))
@@ -940,6 +958,11 @@ def test_rule_commutes_with_cutting_where_all_ranks_hold_the_only_piece(name: st
     assert prove(name, RULES[name], pieces=1) >= PASSES
 
 
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_rule_commutes_with_cutting_where_the_ranks_hold_unequal_numbers(name: str) -> None:
+    assert prove(name, RULES[name], units=6) >= PASSES
+
+
 def keep(call: Call) -> Activation:
     """A wrong rule for most: the layout of the first tensor."""
     return call.layout(call.tensors[0])
@@ -985,6 +1008,20 @@ def forget_copies(call: Call) -> Any:
 def test_rule_that_forgets_copies_is_noticed(name: str) -> None:
     with pytest.raises(AssertionError):
         prove(name, forget_copies, pieces=2)
+
+
+def forget_units(call: Call) -> Any:
+    """A rule that takes all ranks' numbers for equal."""
+    result = RULES[call.name](call)
+    layouts = result if isinstance(result, Sequence) else [result]
+    forgotten = [replace(s, units=0) if isinstance(s, Shard) else s for s in layouts]
+    return forgotten if isinstance(result, Sequence) else forgotten[0]
+
+
+@pytest.mark.parametrize("name", ["view", "cat", "split", "repeat", "exp", "add", "permute", "__getitem__"])
+def test_rule_that_forgets_unequal_numbers_is_noticed(name: str) -> None:
+    with pytest.raises(AssertionError):
+        prove(name, forget_units, units=6)
 
 
 @pytest.mark.parametrize("name", ["matmul", "einsum"])

@@ -33,6 +33,11 @@ def label(value: object) -> str | None:
     return value.label if isinstance(value, Style) else None
 
 
+def local(style: Style, module: nn.Module, degree: int) -> dict[str, int]:
+    """The attributes that a style divides, on the first rank."""
+    return {name: cut.local_size(0, degree) for name, cut in style.attributes(module, degree).items()}
+
+
 def linear(in_features: int = 8, out_features: int = 12, bias: bool = True, **declared: object) -> nn.Linear:
     """Return a Linear, with what a model's `__init__` may declare on it."""
     module = nn.Linear(in_features, out_features, bias=bias)
@@ -68,8 +73,7 @@ def test_linear_style_without_bias_lays_out_the_weight_alone(style: Style) -> No
     [(s, "out_features") for s in COLWISE] + [(s, "in_features") for s in ROWWISE],
 )
 def test_linear_style_divides_the_size_it_cuts(style: Style, attribute: str) -> None:
-    local = style.local_attributes(linear(), 4)
-    assert local == {attribute: getattr(linear(), attribute) // 4}
+    assert local(style, linear(), 4) == {attribute: getattr(linear(), attribute) // 4}
 
 
 @pytest.mark.parametrize("style", LINEAR_STYLES, ids=label)
@@ -253,7 +257,7 @@ def attention(**attributes: object) -> nn.Module:
 def test_divide_attributes_cuts_no_parameter_and_divides_what_it_names() -> None:
     style, module = DivideAttributes("heads", "inner_dim"), attention(heads=8, inner_dim=64, other=3)
     assert style.layouts(module) == {}
-    assert style.local_attributes(module, 4) == {"heads": 2, "inner_dim": 16}
+    assert local(style, module, 4) == {"heads": 2, "inner_dim": 16}
     assert not style.leaves_shard
     assert type(style) not in LOCAL_CLASSES
 
@@ -261,7 +265,7 @@ def test_divide_attributes_cuts_no_parameter_and_divides_what_it_names() -> None
 def test_divide_attributes_leaves_alone_what_is_none_in_some_blocks() -> None:
     module = attention(heads=8, kv_heads=None)
     assert DivideAttributes("heads", "kv_heads").layouts(module) == {}
-    assert DivideAttributes("heads", "kv_heads").local_attributes(module, 2) == {"heads": 4}
+    assert local(DivideAttributes("heads", "kv_heads"), module, 2) == {"heads": 4}
 
 
 @pytest.mark.parametrize("value", [0, -2, True, 8.0, "8", ...])
@@ -282,7 +286,7 @@ def test_E4_heads_that_the_degree_does_not_divide_are_a_fault() -> None:
     (fault,) = DivideAttributes("heads", "groups").faults(attention(heads=6, groups=4), 4)
     assert fault.kind == "IndivisibleHeads"
     assert str(fault) == "heads is 6; 6 is not divisible by tp_degree 4"
-    assert fault.fix.endswith(": 1, 2, 3, 6")
+    assert fault.fix.endswith(": 1, 2, 3, 6, or TensorParallelConfig(uneven=True)")
 
 
 def test_per_head_module_stays_whole_and_sums_its_gradients() -> None:

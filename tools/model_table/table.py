@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from tools.model_table.measure import DEGREES, ROUNDED
 from tools.model_table.static import Row, row, source_of
+from tools.rounding import ROUNDS_IN_ANY_DTYPE
 
 from shardwise import models
 
@@ -33,8 +35,19 @@ def page(errors: Mapping[str, Mapping[str, float]]) -> str:
         "| class | parameters | sharded | styles | degrees | sums | 2 ranks | 4 ranks |",
         "|---|---|---|---|---|---|---|---|",
         *(line(row(name), errors[name]) for name in sorted(models.FAMILIES)),
+        "",
+        *(_note(name, errors[name]) for name in sorted(ROUNDS_IN_ANY_DTYPE)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _note(name: str, errors: Mapping[str, float]) -> str:
+    """Return what the figures of a class that rounds to bf16 in any dtype leave out."""
+    with_it = " and ".join(f"{errors[f'{degree}{ROUNDED}']:.1e}" for degree in DEGREES)
+    return (
+        f"{name} rounds queries and keys to bf16 in any dtype, so that a difference in the last digit of fp32 may "
+        f"become a step of bf16. Its figures are without that rounding; with it they are {with_it}."
+    )
 
 
 def line(of: Row, errors: Mapping[str, float]) -> str:

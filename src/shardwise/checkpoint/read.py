@@ -89,7 +89,7 @@ class SliceReader:
         Raises:
             CheckpointError: the file ends early or cannot be read.
         """
-        shape = layout.local_shape(entry.shape, self.degree)
+        shape = layout.local_shape(entry.shape, self.rank, self.degree)
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         pieces = runs(entry, layout, self.rank, self.degree)
         if self.device.type == "cpu" and dtype == entry.dtype:

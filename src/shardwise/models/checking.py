@@ -29,6 +29,7 @@ def check(
     plan: Plan | None = None,
     degree: int = 2,
     example_inputs: Mapping[str, Any] | None = None,
+    uneven: bool = False,
 ) -> CheckReport:
     """Check a plan without reading or allocating a weight.
 
@@ -37,6 +38,7 @@ def check(
         plan: Module patterns and styles; by default the plan declared for the class, or one derived from names.
         degree: Number of ranks.
         example_inputs: Keyword arguments of the model's forward; known for the classes of `shardwise.models`.
+        uneven: Whether heads that `degree` does not divide are shared in unequal numbers.
 
     Returns:
         A report with `.ok` and `.findings`; a finding has `.kind`, `.module`, `.plan_key`, `.source`, `.message`
@@ -47,12 +49,12 @@ def check(
         PlanError: there is no plan for the class.
     """
     model = skeleton(model_or_class)
-    plan = choose_plan(model, TensorParallelConfig(degree), plan)
+    plan = choose_plan(model, TensorParallelConfig(degree, uneven=uneven), plan)
     inputs = example_inputs if example_inputs is not None else known_inputs(model)
     if inputs is None:
         raise ConfigError(f"no example inputs are known for {type(model).__name__}: pass example_inputs")
     try:
-        resolved = resolve(model, plan, degree)
+        resolved = resolve(model, plan, degree, uneven=uneven)
     except PlanError as error:
         return CheckReport(tuple(CheckFinding(**vars(finding)) for finding in error.findings), degree)
     return check_plan(model, resolved, inputs, localized_twin)

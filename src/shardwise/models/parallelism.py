@@ -225,7 +225,8 @@ def _prepare(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapp
         )
     with meta_parameters(), _default_dtype(options.dtype):
         model = cls.from_config(copy.deepcopy(model_config), **unused)
-    return _Prepared(model, resolve(model, choose_plan(model, config), config.tp_degree), options)
+    resolved = resolve(model, choose_plan(model, config), config.tp_degree, uneven=config.uneven)
+    return _Prepared(model, resolved, options)
 
 
 def _find_weights(

@@ -55,20 +55,20 @@ def choose_plan(model: nn.Module, config: TensorParallelConfig, given: Plan | No
         return given
     plan = declared_plan(type(model))
     if plan is None:
-        derived = _derived(model, config.tp_degree)
+        derived = _derived(model, config.tp_degree, config.uneven)
         logger.warning("%s", derived.caution)
         plan = derived.plan
     return plan if config.shard_modulation else without_modulations(plan)
 
 
-def _derived(model: nn.Module, degree: int) -> Candidate:
+def _derived(model: nn.Module, degree: int, uneven: bool) -> Candidate:
     """Return a plan from the names of a model's modules.
 
     Raises:
         PlanError: nothing of it can be sharded.
     """
     try:
-        return candidate(model, degree)
+        return candidate(model, degree, uneven)
     except PlanError as error:
         name = type(model).__name__
         message = f"the class {name} declares no _tp_plan, and its names do not tell one"
@@ -94,6 +94,7 @@ def estimate(
     plan: Plan | None = None,
     example_inputs: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    uneven: bool = False,
 ) -> Estimate:
     """Return what a plan saves and costs at several degrees, without reading or allocating a weight.
 
@@ -104,6 +105,8 @@ def estimate(
         example_inputs: Keyword arguments of the model's forward, for which the traffic is counted; known for the
             classes of `shardwise.models`.
         dtype: What the weights are held in.
+        uneven: Whether heads that a degree does not divide are shared in unequal numbers; the figures are then those
+            of the first rank, which holds the most.
 
     Returns:
         Parameters and bytes per rank, the replicated share and the traffic by degree; what stays whole and why; the
@@ -116,6 +119,6 @@ def estimate(
     model = skeleton(model_or_class).eval()
     plan, proved = plan if plan is not None else declared_plan(type(model)), True
     if plan is None:
-        plan, proved = _derived(model, 2).plan, False
+        plan, proved = _derived(model, 2, uneven).plan, False
     inputs = example_inputs if example_inputs is not None else known_inputs(model)
-    return estimate_plan(model, plan, degrees, inputs, localized_twin, dtype.itemsize, proved)
+    return estimate_plan(model, plan, degrees, inputs, localized_twin, dtype.itemsize, proved, uneven)

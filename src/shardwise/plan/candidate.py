@@ -107,24 +107,25 @@ class Candidate:
         return "\n".join([self.caution, *map(str, self.groups), *whole])
 
 
-def candidate(model: nn.Module, degree: int) -> Candidate:
+def candidate(model: nn.Module, degree: int, uneven: bool = False) -> Candidate:
     """Derive a plan from the names of a model's modules.
 
     Args:
         model: Its parameters may be on the meta device; not changed.
         degree: Number of ranks.
+        uneven: Whether heads that `degree` does not divide are shared in unequal numbers.
 
     Raises:
         PlanError: the degree does not divide the model's heads, or nothing can be sharded.
     """
     outline = Outline(model)
     named = list(_groups(outline))
-    groups = _with_tables(outline, [_judged(model, group, degree) for group in named])
+    groups = _with_tables(outline, [_judged(model, group, degree, uneven) for group in named])
     shared = tuple(group for group in groups if group.entries)
     plan = outline.in_order(_joined(shared))
     if not plan:
         raise _nothing(model, named, groups, degree)
-    planned = {outline.pattern(m.path) for m in resolve(model, plan, degree).modules}
+    planned = {outline.pattern(m.path) for m in resolve(model, plan, degree, uneven=uneven).modules}
     reasons = {key: group.reason for group in groups for key in group.linears}
     whole = {
         key: reasons.get(key, "its name says nothing") for key in outline.candidates if key not in planned
@@ -176,11 +177,11 @@ def _worth_it(outline: Outline, group: NamedGroup) -> bool:
     return group.kind != "modulation" or outline.weights(group.linears[0]) >= LARGE * total
 
 
-def _judged(model: nn.Module, group: NamedGroup, degree: int) -> NamedGroup:
+def _judged(model: nn.Module, group: NamedGroup, degree: int, uneven: bool) -> NamedGroup:
     """Return a group, as one that stays whole if the guards refuse it."""
     try:
         if group.entries:
-            resolve(model, group.entries, degree)
+            resolve(model, group.entries, degree, uneven=uneven)
     except PlanError as error:
         finding = error.findings[0]
         if finding.kind == "NothingSharded":  # a lone projection, which stays whole without a fault

@@ -25,7 +25,7 @@ from shardwise.plan.shape_pass import ShapeTracer, compare, compare_outputs
 INCONCLUSIVE = frozenset({"NoRule", "ForwardFailed"})
 """Kinds of findings that say the check could not decide, not that the plan is wrong."""
 
-Localize = Callable[[nn.Module, ResolvedPlan], tuple[nn.Module, "Counter"]]
+Localize = Callable[[nn.Module, ResolvedPlan, int], tuple[nn.Module, "Counter"]]
 """Returns a rank's part of a model without weights, and what counts its traffic; the runtime half provides it."""
 
 
@@ -105,14 +105,18 @@ def check_plan(
         inputs: Keyword arguments of its forward, real tensors; each pass gets a copy.
         localize: Builds the model of the second pass; without it only the first is run.
     """
-    start = time.perf_counter()
-    first = LayoutTracer(model, plan)
-    failed = _run_first(first, inputs)
-    findings, traffic = list(first.findings), None
-    if localize is not None and not findings and not failed:
-        local, counter = localize(model, plan)
-        findings = _run_second(first, ShapeTracer(local, model, plan), inputs)
-        traffic = counter.traffic.all_reduces
+    start, findings, traffic = time.perf_counter(), list[CheckFinding](), None
+    # Of ranks that hold unequal numbers of heads the first has the most, and the last the fewest.
+    for rank in (0, plan.degree - 1) if plan.uneven else (0,):
+        first = LayoutTracer(model, plan, rank)
+        failed = _run_first(first, inputs)
+        findings = list(first.findings)
+        if localize is not None and not findings and not failed:
+            local, counter = localize(model, plan, rank)
+            findings = _run_second(first, ShapeTracer(local, model, plan), inputs)
+            traffic = counter.traffic.all_reduces
+        if findings:
+            break
     return CheckReport(
         findings=_collapse(findings),
         degree=plan.degree,

@@ -160,6 +160,7 @@ def estimate_plan(
     localize: Localize,
     itemsize: int = 2,
     proved: bool = True,
+    uneven: bool = False,
 ) -> Estimate:
     """Return what `plan` means for a model without weights at several degrees.
 
@@ -171,21 +172,22 @@ def estimate_plan(
         localize: Builds a rank's part of a model without weights; the runtime half provides it.
         itemsize: Bytes of one parameter; 2 is bfloat16.
         proved: What the estimate says of where the plan comes from.
+        uneven: Whether heads that a degree does not divide are shared in unequal numbers.
 
     Raises:
         PlanError: the plan does not fit the model at any degree.
     """
     found: dict[int, RankShare] = {}
     impossible: dict[int, str] = {}
-    possible = fitting_degrees(model, plan)
+    possible = fitting_degrees(model, plan, uneven)
     for degree in degrees:
         try:
-            resolved = resolve(model, plan, degree)
+            resolved = resolve(model, plan, degree, uneven=uneven)
         except PlanError as error:
             impossible[degree] = "; ".join(f"{f.module}: {f.message}" for f in error.findings[:3])
         else:
             found[degree] = _rank_share(model, resolved, inputs, localize, itemsize)
-    smallest = resolve(model, plan, next((degree for degree in possible if degree > 1), 1))
+    smallest = resolve(model, plan, next((degree for degree in possible if degree > 1), 1), uneven=uneven)
     return Estimate(
         model=type(model).__name__,
         plan=plan,
@@ -213,13 +215,13 @@ def _rank_share(
     held = replicated = 0
     for name, parameter in model.named_parameters():
         layout = plan.layout(name)
-        held += prod(layout.local_shape(tuple(parameter.shape), plan.degree))
+        held += prod(layout.local_shape(tuple(parameter.shape), 0, plan.degree))
         replicated += 0 if isinstance(layout, Shard) else parameter.numel()
     calls = sent = None
     if plan.degree == 1:
         calls, sent = 0, 0  # an ordinary model
     elif inputs is not None:
-        twin, counter = localize(model, plan)
+        twin, counter = localize(model, plan, 0)
         quiet_forward(twin, copy.deepcopy(dict(inputs)))
         calls = counter.traffic.all_reduces
         sent = counter.traffic.all_reduce_bytes * itemsize // _itemsize(model)

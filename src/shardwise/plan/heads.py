@@ -8,7 +8,7 @@ half the width, and several model classes then give wrong numbers without any er
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -62,7 +62,7 @@ _LETTERS = {"query": "q", "key": "k", "value": "v"}
 
 
 @dataclass(frozen=True)
-class _Owner:
+class Owner:
     """A module that owns Linears whose output the plan shards.
 
     `linears` are its own Linears by path, also those inside its lists; `key` is the plan key of one of them.
@@ -127,19 +127,19 @@ def shared(
     projections, their attention, and the norms over all of their heads.
     """
     found: dict[str, int] = {}
-    for owner in _owners(modules, planned):
+    for owner in owners(modules, planned):
         paths = [
             path for path in owner.projections if set(_letters(_own_name(owner.path, path))) <= {"k", "v"}
         ]
-        counts = {n for path in paths for n in _head_counts(owner, path, owner.width, whole=True)}
+        counts = {n for path in paths for n in head_counts(owner, path, owner.width, whole=True)}
         heads = counts.pop() if len(counts) == 1 else degree
         if heads < degree and degree % heads == 0:
-            norms = _norms_over(owner, heads * owner.width)
+            norms = norms_over(owner, heads * owner.width)
             found |= dict.fromkeys([*paths, *norms, owner.path], degree // heads)
     return found
 
 
-def _norms_over(owner: _Owner, width: int) -> Iterator[str]:
+def norms_over(owner: Owner, width: int) -> Iterator[str]:
     """Yield the planned norms of an attention that look at `width` features together."""
     for name, module in owner.module.named_children():
         style = owner.planned.get(path := f"{owner.path}.{name}".lstrip("."), ("", None))[1]
@@ -167,7 +167,7 @@ def derive(
         planned: Path -> plan key and style.
         shared: What `shared` returns: such attentions divide how many queries read a key, too.
     """
-    for owner in _owners(modules, planned):
+    for owner in owners(modules, planned):
         if not owner.reads_heads:
             continue
         if not owner.is_settled and any(name in HEAD_COUNTS for name in owner.counts):
@@ -181,21 +181,26 @@ def derive(
 
 def faults(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]) -> Iterator[Finding]:
     """Yield a finding for each attention that the plan would leave with the wrong idea of its heads."""
-    for owner in _owners(modules, planned):
+    for owner in owners(modules, planned):
         fault = None if owner.is_settled else _half_planned(owner) or _unclear(owner)
         if fault is not None:
             yield Finding(fault.kind, owner.path, fault.message, fault.fix, owner.key)
 
 
 def indivisible(
-    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], config: object, degree: int
+    modules: Mapping[str, nn.Module],
+    planned: Mapping[str, tuple[str, Style]],
+    config: object,
+    degree: int,
+    uneven: Collection[str] = (),
 ) -> Iterator[Finding]:
     """Yield a finding for each head count, of the config or seen in the projections, that `degree` does not divide.
 
-    Key and value heads may also be fewer than the ranks, if `degree` is a multiple of them.
+    Key and value heads may also be fewer than the ranks, if `degree` is a multiple of them. `uneven` are paths of
+    modules whose heads are shared unevenly: where there are some, the configuration is not asked.
     """
     copied = shared(modules, planned, degree)
-    for name in CONFIG_HEADS:
+    for name in () if uneven else CONFIG_HEADS:
         count = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
         if not isinstance(count, int) or not is_count(count):
             continue
@@ -203,15 +208,15 @@ def indivisible(
         if count % degree and not fits_in_copies:
             fault = indivisible_heads(name, count, degree)
             yield Finding(fault.kind, f"config.{name}", fault.message, fault.fix)
-    for owner in _owners(modules, planned):
-        for path in [path for path in owner.projections if path not in copied]:
-            for count in _head_counts(owner, path, owner.head_width or 0):
+    for owner in owners(modules, planned):
+        for path in [path for path in owner.projections if path not in copied and path not in uneven]:
+            for count in head_counts(owner, path, owner.head_width or 0):
                 if count % degree:
                     fault = indivisible_heads("its number of heads", count, degree)
                     yield Finding(fault.kind, path, fault.message, fault.fix, planned[path][0])
 
 
-def _head_counts(owner: _Owner, path: str, width: int, whole: bool = False) -> list[int]:
+def head_counts(owner: Owner, path: str, width: int, whole: bool = False) -> list[int]:
     """Return how many heads of a known `width` each part of a colwise projection makes.
 
     Of a fused projection only the blocks that its name counts as queries, keys and values are made of heads; with
@@ -230,7 +235,7 @@ def _head_counts(owner: _Owner, path: str, width: int, whole: bool = False) -> l
     return [rows // width for rows in blocks[: len(letters)] if rows % width == 0]
 
 
-def _half_planned(owner: _Owner) -> StyleFault | None:
+def _half_planned(owner: Owner) -> StyleFault | None:
     """Return the fault of an attention some of whose projections are sharded while others are whole."""
     whole = [path for path in owner.projections if path not in owner.planned]
     if not whole or not set(owner.projections) & set(owner.sharded):
@@ -242,7 +247,7 @@ def _half_planned(owner: _Owner) -> StyleFault | None:
     )
 
 
-def _unclear(owner: _Owner) -> StyleFault | None:
+def _unclear(owner: Owner) -> StyleFault | None:
     """Return the fault of a module whose sharded Linears may or may not change a head count."""
     name = type(owner.module).__name__
     counts = [n for n in owner.counts if n in HEAD_COUNTS]
@@ -271,21 +276,21 @@ def _unclear(owner: _Owner) -> StyleFault | None:
     )
 
 
-def _unknown_count(owner: _Owner) -> str | None:
+def _unknown_count(owner: Owner) -> str | None:
     """Return an integer attribute that equals the number of heads which the projections show."""
     heads = {_heads_of(owner, path) for path in owner.projections} - {None}
     own = {n: v for n, v in vars(owner.module).items() if is_count(v) and n not in (*HEAD_WIDTHS, *WIDTHS)}
     return next((name for name, value in own.items() if value in heads), None)
 
 
-def _heads_of(owner: _Owner, path: str) -> int | None:
+def _heads_of(owner: Owner, path: str) -> int | None:
     """Return how many heads a projection makes, if the width of a head is known."""
     rows = owner.linears[path].weight.shape[0]
     width = owner.head_width
     return rows // width if width is not None and rows % width == 0 else None
 
 
-def _per_head_modules(owner: _Owner) -> Iterator[str]:
+def _per_head_modules(owner: Owner) -> Iterator[str]:
     """Yield the modules of an attention that work on each head alike: their parameters are one head wide."""
     for name, child in owner.module.named_children():
         own = list(child.parameters(recurse=False))
@@ -293,21 +298,21 @@ def _per_head_modules(owner: _Owner) -> Iterator[str]:
             yield f"{owner.path}.{name}".lstrip(".")
 
 
-def _owners(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]) -> Iterator[_Owner]:
+def owners(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]) -> Iterator[Owner]:
     """Yield the modules whose own Linears leave a shard."""
     keys: dict[str, str] = {}
     for path, (key, style) in planned.items():
         if style.leaves_shard and isinstance(modules[path], nn.Linear):
-            keys.setdefault(_owner_path(modules, path), key)
+            keys.setdefault(owner_path(modules, path), key)
     linears: dict[str, dict[str, nn.Linear]] = {path: {} for path in keys}
     for path, module in modules.items():
-        if isinstance(module, nn.Linear) and (owner := _owner_path(modules, path)) in linears:
+        if isinstance(module, nn.Linear) and (owner := owner_path(modules, path)) in linears:
             linears[owner][path] = module
     for path, key in keys.items():
-        yield _Owner(path, modules[path], key, linears[path], planned)
+        yield Owner(path, modules[path], key, linears[path], planned)
 
 
-def _owner_path(modules: Mapping[str, nn.Module], path: str) -> str:
+def owner_path(modules: Mapping[str, nn.Module], path: str) -> str:
     """Return the path of the module that a Linear belongs to, lists and sequences left out."""
     owner = path.rpartition(".")[0]
     while owner and isinstance(modules[owner], _CONTAINERS):
@@ -324,7 +329,7 @@ def _own_name(owner: str, path: str) -> str:
     return path.removeprefix(f"{owner}.").partition(".")[0]
 
 
-def _parent_key(owner: _Owner) -> str:
+def _parent_key(owner: Owner) -> str:
     """Return the owner's path as a pattern, by the plan key of one of its Linears."""
     path, key = owner.path.split("."), owner.key.split(".")
     pairs = zip_longest(path, key[: len(path)])  # the key of what is inside of SumOnce is shorter

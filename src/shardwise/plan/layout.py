@@ -6,7 +6,9 @@ computes an offset anywhere else. No torch here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 
 
@@ -27,7 +29,7 @@ class Span:
 class Replicated:
     """Every rank holds the whole tensor."""
 
-    def local_shape(self, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], rank: int, degree: int) -> tuple[int, ...]:
         """Return `shape`: a replicated tensor has its full size on each rank."""
         return shape
 
@@ -46,16 +48,21 @@ class Shard:
 
     `copies` neighbouring ranks hold the same piece, so that there are `degree / copies` pieces: the key and value
     heads of an attention that has fewer of them than there are ranks.
+
+    `units`, if not 0, is the number of pieces of each block that must stay whole, such as heads that the degree does
+    not divide. A rank then holds several neighbouring ones, the first ranks one more than the last.
     """
 
     dim: int
     blocks: tuple[int, ...]
     copies: int = 1
+    units: int = 0
 
     def __post_init__(self) -> None:
         """Hold dims to be counted from the front: the shapes below are cut there."""
         assert self.dim >= 0, self.dim
         assert self.copies >= 1, self.copies
+        assert not (self.units and self.copies > 1), self
 
     @property
     def size(self) -> int:
@@ -71,36 +78,59 @@ class Shard:
         return replace(self, blocks=blocks)
 
     def pieces(self, degree: int) -> int:
-        """Return how many different pieces `degree` ranks hold."""
-        return degree // self.copies
+        """Return how many different pieces there are on `degree` ranks, each of them whole on some rank."""
+        return self.units or degree // self.copies
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """What two cuts have in common, whatever their blocks, if a rank has the same part of each."""
+        return self.copies, self.units
+
+    def share(self, rank: int, degree: int) -> Span:
+        """Return which pieces of each block `rank` of `degree` holds."""
+        if not self.units:
+            return Span(rank // self.copies, 1)
+        each, more = divmod(self.units, degree)
+        return Span(rank * each + min(rank, more), each + (rank < more))
+
+    def scaled(self, size: int, rank: int, degree: int) -> int:
+        """Return what a size, or the border of a block, along the sharded dim is on a rank."""
+        return size * self.share(rank, degree).length // self.pieces(degree)
 
     def pieces_are_single(self, degree: int) -> bool:
         """Return whether each rank holds one index of each block: one head of the keys, say."""
-        return all(block == self.pieces(degree) for block in self.blocks)
+        return not self.units and all(block == self.pieces(degree) for block in self.blocks)
 
     def indivisible(self, degree: int) -> tuple[int, ...]:
         """Return the positions of the blocks that cannot be cut for `degree` ranks."""
         pieces = self.pieces(degree)
-        return tuple(i for i, block in enumerate(self.blocks) if block % pieces)
+        return tuple(
+            i for i, block in enumerate(self.blocks) if block % pieces or (self.units and pieces < degree)
+        )
 
     def spans(self, rank: int, degree: int) -> tuple[Span, ...]:
         """Return what `rank` of `degree` owns along `dim`: one span per block, in ascending order."""
-        spans, offset = [], 0
+        spans, offset, share = [], 0, self.share(rank, degree)
         for block in self.blocks:
             piece = block // self.pieces(degree)
-            spans.append(Span(offset + rank // self.copies * piece, piece))
+            spans.append(Span(offset + share.start * piece, share.length * piece))
             offset += block
         return tuple(spans)
 
-    def local_shape(self, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+    def local_size(self, rank: int, degree: int) -> int:
+        """Return how much of the sharded dim `rank` of `degree` holds."""
+        return self.scaled(self.size, rank, degree)
+
+    def local_shape(self, shape: tuple[int, ...], rank: int, degree: int) -> tuple[int, ...]:
         """Return the shape of one rank's piece of a tensor of `shape`."""
-        return (*shape[: self.dim], self.size // self.pieces(degree), *shape[self.dim + 1 :])
+        return (*shape[: self.dim], self.local_size(rank, degree), *shape[self.dim + 1 :])
 
     def __str__(self) -> str:
-        """Return e.g. `shard(dim 0)`, `shard(dim 0, blocks 64+64+64)` or `shard(dim 0, 2 copies)`."""
+        """Return e.g. `shard(dim 0)`, `shard(dim 0, blocks 64+64+64)`, with ", 2 copies" or ", 30 units"."""
         blocks = f", blocks {'+'.join(map(str, self.blocks))}" if len(self.blocks) > 1 else ""
         copies = f", {self.copies} copies" if self.copies > 1 else ""
-        return f"shard(dim {self.dim}{blocks}{copies})"
+        uneven = f", {self.units} units" if self.units else ""
+        return f"shard(dim {self.dim}{blocks}{copies}{uneven})"
 
 
 @dataclass(frozen=True)
@@ -122,6 +152,20 @@ Activation = Replicated | Shard | Partial
 def divisors(number: int) -> list[int]:
     """Return the positive divisors of `number` in ascending order."""
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def followers(size: int, parts: int, shares: Iterable[Fraction] = ()) -> tuple[int, ...]:
+    """Return what a size that may follow a divided one is on a rank: itself or a part of it.
+
+    Args:
+        size: On the whole model.
+        parts: What is divided is divided by this number or by a divisor of it ...
+        shares: ... or is this part of the whole on the rank.
+    """
+    parted = (Fraction(1, d) for d in divisors(parts))
+    return tuple(
+        dict.fromkeys(int(size * part) for part in (*parted, *shares) if (size * part).denominator == 1)
+    )
 
 
 MAX_BLOCKS = 65536

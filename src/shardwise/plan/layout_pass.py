@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan.findings import CheckFinding, watched_shards
-from shardwise.plan.layout import Activation, Replicated, Shard, divisors
+from shardwise.plan.layout import Activation, Replicated, Shard, followers
 from shardwise.plan.numbers import places, scalars
 from shardwise.plan.repair import KeepWhole, PlanRowwise, RefineBlocks, Repair, SplitInput
 from shardwise.plan.resolve import PlannedModule, ResolvedPlan
@@ -42,9 +42,10 @@ _NO_TAG = _Tag()
 class LayoutTracer(Tracer):
     """Pass 1: follows the layout of every value through the forward of the whole model."""
 
-    def __init__(self, model: nn.Module, plan: ResolvedPlan) -> None:
+    def __init__(self, model: nn.Module, plan: ResolvedPlan, rank: int = 0) -> None:
         super().__init__(model)
         self.plan = plan
+        self._rank, self._shares = rank, plan.shares(rank)
         self.findings: list[CheckFinding] = []
         self._planned = {m.path: m for m in plan.modules if m.style.opaque or m.style.gathers}
         self._slicing = {m.path: m for m in plan.modules if m.style.slices_input}
@@ -220,7 +221,7 @@ class LayoutTracer(Tracer):
         self.findings.append(CheckFinding(kind, path, message, fix, key, model_source(), repair=repair))
 
     def _call(self, name: str, args: Any, kwargs: Any, output: Any) -> Call:
-        call = Call(name, args, kwargs, output, self.plan.degree)
+        call = Call(name, args, kwargs, output, self.plan.degree, rank=self._rank, shares=self._shares)
         for tensor in call.tensors:
             tag = self._tag(tensor)
             if tag.layout is not None:
@@ -257,21 +258,40 @@ class LayoutTracer(Tracer):
         call: Call | None = None,
         hot: bool = False,
     ) -> None:
-        degree = self.plan.degree
         event = Event(
             name,
             path,
             model_source(),
-            shapes=tuple(_predicted(tensor, self._tag(tensor), degree) for tensor in outputs),
+            shapes=tuple(self._predicted(tensor) for tensor in outputs),
             scalars=scalars(call) if call else (),
             places=places(call) if call else (),
-            met=tuple(
-                (_piece(t, self._tag(t), degree), _predicted(t, self._tag(t), degree)) for t in self.met
-            ),
+            met=tuple((self._piece(t), self._predicted(t)) for t in self.met),
             hot=hot,
             weightless=not any(tensor.is_meta for tensor in outputs),
         )
         self.events.append(event)
+
+    def _predicted(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """Return the shape of a value on the rank; a size that follows a divided one may be either."""
+        tag, shape, degree = self._tag(tensor), tuple(tensor.shape), self.plan.degree
+        if tag.layout is None:
+            return None
+        local, parts, shares = shape, degree, self._shares
+        if isinstance(tag.layout, Shard):
+            local, parts, shares = tag.layout.local_shape(shape, self._rank, degree), tag.layout.copies, set()
+        rate = tag.repeats or (1,) * len(shape)
+        return tuple(
+            followers(size, parts, shares) if r > 1 and size == whole else size
+            for size, whole, r in zip(local, shape, rate, strict=True)
+        )
+
+    def _piece(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor that the rank has."""
+        layout = self._tag(tensor).layout
+        if not isinstance(layout, Shard):
+            return tensor
+        spans = layout.spans(self._rank, self.plan.degree)
+        return torch.cat([tensor.narrow(layout.dim, span.start, span.length) for span in spans], layout.dim)
 
 
 def _need_finding(planned: PlannedModule, needed: Activation, given: _Tag) -> CheckFinding:
@@ -315,28 +335,3 @@ def _names(producers: tuple[str, ...]) -> str:
 
 def _hot_producers(known: list[_Tag]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(p for tag in known if tag.layout != WHOLE for p in tag.producers))
-
-
-def _predicted(tensor: Tensor, tag: _Tag, degree: int) -> tuple[Any, ...] | None:
-    """Return the shape of a value on a rank; a size that follows a divided one may be either."""
-    shape = tuple(tensor.shape)
-    if tag.layout is None:
-        return None
-    local, parts = shape, degree
-    if isinstance(tag.layout, Shard):
-        local, parts = tag.layout.local_shape(shape, degree), tag.layout.copies
-    rate = tag.repeats or (1,) * len(shape)
-    return tuple(
-        tuple(size // d for d in divisors(parts) if size % d == 0) if r > 1 and size == whole else size
-        for size, whole, r in zip(local, shape, rate, strict=True)
-    )
-
-
-def _piece(tensor: Tensor, tag: _Tag, degree: int) -> Tensor:
-    """Return the part of a tensor that the first rank has."""
-    if not isinstance(tag.layout, Shard):
-        return tensor
-    spans = tag.layout.spans(0, degree)
-    return torch.cat(
-        [tensor.narrow(tag.layout.dim, span.start, span.length) for span in spans], tag.layout.dim
-    )

@@ -33,7 +33,7 @@ class LinearStyle(Style):
         self._check_target(module)
         assert isinstance(module, nn.Linear)  # checked above
         size = module.weight.shape[self.dim]
-        shard = Shard(self.dim, self._blocks(module, size), self.copies)
+        shard = self.shard(self.dim, self._blocks(module, size))
         self._check_declared(module, shard)
         layouts: dict[str, Layout] = {"weight": shard}
         if module.bias is not None:
@@ -62,10 +62,9 @@ class LinearStyle(Style):
         assert isinstance(shard, Shard)
         return shard
 
-    def local_attributes(self, module: nn.Module, degree: int) -> dict[str, int]:
+    def attributes(self, module: nn.Module, degree: int) -> dict[str, Shard]:
         """Return the Linear's own record of the size that is cut."""
-        shard = self.shard_of(module)
-        return {self.size_attribute: shard.size // shard.pieces(degree)}
+        return {self.size_attribute: self.shard_of(module)}
 
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
         """Yield one fault for each block that `degree` does not divide on its own."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.plan.layout import Shard, divisors
+from shardwise.plan.layout import Shard, followers
 from shardwise.plan.rules import Call
 from shardwise.plan.rules.elementwise import NEW, operand
 from shardwise.plan.rules.index import consumed, spelled_out
@@ -78,9 +78,9 @@ def _on_a_rank(call: Call, x: Tensor, dim: int, start: int, step: int) -> Place:
     """Return what an index of a dim is on a rank: less along a shard, and along what follows a divided size."""
     layout = call.layout(x)
     if isinstance(layout, Shard) and layout.dim == dim:
-        return start // layout.pieces(call.degree) if step == 1 else start
+        return layout.scaled(start, call.rank, call.degree) if step == 1 else start
     if call.repeated(x)[dim] > 1:
-        return tuple(start // pieces for pieces in divisors(call.degree) if start % pieces == 0)
+        return followers(start, call.degree, call.shares)
     return start
 
 

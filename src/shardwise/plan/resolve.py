@@ -10,7 +10,8 @@ import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from fractions import Fraction
+from functools import cached_property, partial
 from typing import TypeVar
 
 from torch import nn
@@ -19,6 +20,7 @@ from shardwise.errors import Finding, PlanError
 from shardwise.plan import adapters, heads
 from shardwise.plan.layout import Layout, Replicated, Shard
 from shardwise.plan.styles import IfPresent, PerHead, Style, StyleFault, as_style
+from shardwise.plan.uneven import Entry, attentions, shared
 
 _T = TypeVar("_T")
 
@@ -35,8 +37,12 @@ class PlannedModule:
     style: Style
     layouts: Mapping[str, Layout]
     """Layout of each own parameter, by its name in the module."""
-    attributes: Mapping[str, int]
-    """Integer attributes and their values on a rank."""
+    attributes: Mapping[str, Shard]
+    """Integer attributes, each as a dim of that size and its cut."""
+
+    def values(self, rank: int, degree: int) -> dict[str, int]:
+        """Return the integer attributes and their values on a rank."""
+        return {name: cut.local_size(rank, degree) for name, cut in self.attributes.items()}
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,19 @@ class ResolvedPlan:
         """Return the layout of a parameter or buffer by its full name."""
         return self.layouts.get(name, Replicated())
 
+    @cached_property
+    def uneven(self) -> frozenset[Shard]:
+        """The cuts that give the ranks unequal numbers of heads."""
+        return frozenset(lay for lay in self.layouts.values() if isinstance(lay, Shard) and lay.units)
 
-def resolve(model: nn.Module, plan: Plan | object, degree: int, guards: bool = True) -> ResolvedPlan:
+    def shares(self, rank: int) -> set[Fraction]:
+        """Return which parts of uneven cuts a rank holds."""
+        return {Fraction(cut.share(rank, self.degree).length, cut.units) for cut in self.uneven}
+
+
+def resolve(
+    model: nn.Module, plan: Plan | object, degree: int, guards: bool = True, uneven: bool = False
+) -> ResolvedPlan:
     """Return what `plan` means for `model` on `degree` ranks.
 
     Args:
@@ -64,6 +81,7 @@ def resolve(model: nn.Module, plan: Plan | object, degree: int, guards: bool = T
         degree: Number of ranks.
         guards: Whether to judge the plan's attentions by the names in them and to divide their head counts.
             Without, the plan means what is written in it, as inference needs it for plans that are not done.
+        uneven: Whether heads that `degree` does not divide are shared in unequal numbers.
 
     Raises:
         PlanError: with a finding for each fault: patterns that match nothing or are malformed, modules
@@ -79,8 +97,9 @@ def resolve(model: nn.Module, plan: Plan | object, degree: int, guards: bool = T
     planned = _match(modules, plan, findings)
     if guards:
         findings += heads.faults(modules, planned)
-        findings += heads.indivisible(modules, planned, config, degree)
-    entries = _entries(modules, planned, degree, guards)
+        odd = attentions(modules, planned, degree) if uneven else {}
+        findings += heads.indivisible(modules, planned, config, degree, odd)
+    entries = _entries(modules, planned, degree, guards, uneven)
     resolved = [
         _plan_module(modules[path], path, key, style, degree, findings) for path, key, style in entries
     ]
@@ -93,7 +112,7 @@ def resolve(model: nn.Module, plan: Plan | object, degree: int, guards: bool = T
             Finding("NothingSharded", type(model).__name__, message, "add patterns of its Linears")
         )
     if findings:
-        fits = partial(_fits, modules, planned, config)
+        fits = partial(_fits, modules, planned, config, uneven=uneven)
         degrees = filter(fits, range(1, _LARGEST_DEGREE + 1))
         raise PlanError(_collapse(findings), f"{type(model).__name__} at tp_degree {degree}", degrees)
     return ResolvedPlan(degree, planned_modules, layouts)
@@ -115,38 +134,49 @@ def _layouts(modules: Mapping[str, nn.Module], planned: Iterable[PlannedModule])
 _LARGEST_DEGREE = 64  # how far messages look for degrees that would work
 
 
-def fitting_degrees(model: nn.Module, plan: Plan) -> tuple[int, ...]:
-    """Return the degrees, up to 64, that divide all blocks and heads of a plan, whatever else may be wrong with it."""
+def fitting_degrees(model: nn.Module, plan: Plan, uneven: bool = False) -> tuple[int, ...]:
+    """Return the degrees, up to 64, that can share all blocks and heads, whatever else may be wrong with a plan."""
     modules = dict(model.named_modules(remove_duplicate=False))
     planned = _match(modules, plan, [])
     config = getattr(model, "config", None)
-    return tuple(d for d in range(1, _LARGEST_DEGREE + 1) if _fits(modules, planned, config, d))
+    return tuple(d for d in range(1, _LARGEST_DEGREE + 1) if _fits(modules, planned, config, d, uneven))
 
 
 def _entries(
-    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], degree: int, guards: bool
-) -> list[tuple[str, str, Style]]:
+    modules: Mapping[str, nn.Module],
+    planned: Mapping[str, tuple[str, Style]],
+    degree: int,
+    guards: bool,
+    uneven: bool = False,
+) -> list[Entry]:
     """Return (path, plan key, style) of what the plan cuts and, with the guards, of what follows from it."""
-    entries = [
-        (path, key, style)
-        for path, (key, style) in planned.items()
-        if not (style.may_stay_whole and _faults(modules[path], style, degree))
-    ]
+    entries = [(path, key, style) for path, (key, style) in planned.items()]
     if not guards:
-        return [*entries, *_whole_inside(modules, entries)]
+        return [*_cut(modules, entries, degree), *_whole_inside(modules, entries)]
     copies = heads.shared(modules, planned, degree)
     entries += heads.derive(modules, planned, copies)
     entries += adapters.derive(modules, planned)
     entries += _whole_inside(modules, entries)
-    return [
+    entries = [
         (path, key, style.shared_by(copies[path]) if path in copies else style)
         for path, key, style in entries
     ]
+    if uneven:
+        odd = attentions(modules, planned, degree)
+        entries = list(shared(modules, planned, entries, odd, degree))
+    return _cut(modules, entries, degree)
 
 
-def _whole_inside(
-    modules: Mapping[str, nn.Module], entries: Sequence[tuple[str, str, Style]]
-) -> Iterator[tuple[str, str, Style]]:
+def _cut(modules: Mapping[str, nn.Module], entries: Iterable[Entry], degree: int) -> list[Entry]:
+    """Return the entries without those that stay whole because the degree does not divide them."""
+    return [
+        (path, key, style)
+        for path, key, style in entries
+        if not (style.may_stay_whole and _faults(modules[path], style, degree))
+    ]
+
+
+def _whole_inside(modules: Mapping[str, nn.Module], entries: Sequence[Entry]) -> Iterator[Entry]:
     """Yield an entry for each module inside of one that sums once whose parameters are whole: a router.
 
     Each rank knows the part of their gradients that its own terms of the sum make.
@@ -164,11 +194,13 @@ def _fits(
     planned: Mapping[str, tuple[str, Style]],
     config: object,
     degree: int,
+    uneven: bool = False,
 ) -> bool:
-    """Return whether `degree` divides all blocks and heads, whatever else may be wrong with the plan."""
-    if any(True for _ in heads.indivisible(modules, planned, config, degree)):
+    """Return whether `degree` ranks can share all blocks and heads, whatever else may be wrong with the plan."""
+    odd = attentions(modules, planned, degree) if uneven else {}
+    if any(True for _ in heads.indivisible(modules, planned, config, degree, odd)):
         return False
-    entries = _entries(modules, planned, degree, guards=True)
+    entries = _entries(modules, planned, degree, guards=True, uneven=uneven)
     return not any(_faults(modules[path], style, degree) for path, _, style in entries)
 
 
@@ -280,7 +312,7 @@ def _plan_module(
     findings += faults
     if faults:
         return None
-    return PlannedModule(path, key, style, layouts, style.local_attributes(module, degree))
+    return PlannedModule(path, key, style, layouts, style.attributes(module, degree))
 
 
 def _shared(model: nn.Module, layouts: Mapping[str, Layout]) -> Iterator[Finding]:

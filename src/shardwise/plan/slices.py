@@ -50,7 +50,7 @@ class _Slice(Style):
                 "name a dim of every tensor that is cut",
             )
         dim %= len(shape)
-        return Shard(dim, (shape[dim],))
+        return self.shard(dim, (shape[dim],))
 
     def each(self, value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a value with each tensor in it changed.
@@ -186,12 +186,12 @@ class SliceParameter(Style):
                 f"its parameters are: {held or 'none'}",
             )
         dim = self.dim % parameter.ndim
-        return {self.name: Shard(dim, (parameter.shape[dim],))}
+        return {self.name: self.shard(dim, (parameter.shape[dim],))}
 
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
         """Yield a fault if `degree` does not divide the dim."""
-        size = module.get_parameter(self.name).shape[self.dim]
-        if size % degree:
+        (layout,), size = self.layouts(module).values(), module.get_parameter(self.name).shape[self.dim]
+        if isinstance(layout, Shard) and layout.indivisible(degree):
             yield StyleFault(
                 "IndivisibleParameter",
                 f"{self.name} has {size} entries along dim {self.dim}; {size} is not divisible by tp_degree {degree}",
@@ -224,4 +224,4 @@ class GatherOutput(Style):
 
     def takes(self, ndim: int) -> tuple[Activation, ...]:
         """Take what is cut along its last dim, and what is whole."""
-        return Replicated(), Shard(ndim - 1, (self.width,))
+        return Replicated(), self.shard(ndim - 1, (self.width,))

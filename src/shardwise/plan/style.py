@@ -13,7 +13,7 @@ from typing import ClassVar, TypeGuard
 
 from torch import nn
 
-from shardwise.plan.layout import Activation, Layout, Replicated, divisors
+from shardwise.plan.layout import Activation, Layout, Replicated, Shard, divisors
 
 
 class StyleFault(Exception):
@@ -31,11 +31,14 @@ class Style:
     Attributes:
         copies: How many neighbouring ranks hold each piece. More than one only for key and value heads that are
             fewer than the ranks; found when a plan is resolved, never written in it.
+        units: Number of heads, or of pieces of a feed-forward, that the ranks share unevenly, or 0; found as well,
+            if the user allows it.
         inside: Whether a module around this one sums once for all that is inside (`SumOnce`): then partial sums are
             left to it, and so are those of gradients.
     """
 
     copies: int = field(default=1, init=False, repr=False)
+    units: int = field(default=0, init=False, repr=False)
     inside: bool = field(default=False, init=False, repr=False)
 
     leaves_shard: ClassVar[bool] = False
@@ -82,13 +85,21 @@ class Style:
         """Return how many sums over the ranks one call of the module makes."""
         return 0
 
-    def local_attributes(self, module: nn.Module, degree: int) -> dict[str, int]:
-        """Return the integer attributes of `module` that are divided, and their values on a rank."""
+    def attributes(self, module: nn.Module, degree: int) -> dict[str, Shard]:
+        """Return the integer attributes of `module` that are divided, each as a dim of that size and its cut."""
         return {}
+
+    def shard(self, dim: int, blocks: tuple[int, ...]) -> Shard:
+        """Return the cut of a dim that the style makes."""
+        return Shard(dim, blocks, self.copies, self.units)
 
     def shared_by(self, copies: int) -> Style:
         """Return the style where each key and value head is held by `copies` neighbouring ranks."""
         return self._with("copies", copies)
+
+    def shared_in(self, units: int) -> Style:
+        """Return the style where each rank holds some of so many units of each block, not all ranks as many."""
+        return self._with("units", units)
 
     def put_inside(self) -> Style:
         """Return the style of a module inside of one that sums once.
@@ -134,7 +145,8 @@ def indivisible_heads(name: str, count: int, degree: int) -> StyleFault:
     return StyleFault(
         "IndivisibleHeads",
         f"{name} is {count}; {count} is not divisible by tp_degree {degree}",
-        f"use a degree that divides it: {', '.join(map(str, divisors(count)))}",
+        f"use a degree that divides it: {', '.join(map(str, divisors(count)))}"
+        + (", or TensorParallelConfig(uneven=True)" if count > degree else ""),
     )
 
 

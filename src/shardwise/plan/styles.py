@@ -97,27 +97,28 @@ class DivideAttributes(Style):
                 )
         return {}
 
-    def local_attributes(self, module: nn.Module, degree: int) -> dict[str, int]:
-        """Return the names that hold a number on this module, and those numbers on a rank."""
-        return {name: value // self._divisor(name, degree) for name, value in self._counts(module).items()}
+    def attributes(self, module: nn.Module, degree: int) -> dict[str, Shard]:
+        """Return the names that hold a number on this module, and how each is divided."""
+        own = _held(module)
+        return {
+            name: Shard(0, (own[name],), self._copies(name, degree), self.units)
+            for name in self.names
+            if own.get(name) is not None
+        }
 
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
         """Yield one fault for each attribute that its number of pieces does not divide."""
-        for name, value in self._counts(module).items():
-            if value % self._divisor(name, degree):
-                yield indivisible_heads(name, value, degree)
+        for name, cut in self.attributes(module, degree).items():
+            if cut.indivisible(degree):
+                yield indivisible_heads(name, cut.size, degree)
 
-    def _counts(self, module: nn.Module) -> dict[str, int]:
-        own = _held(module)
-        return {name: own[name] for name in self.names if own.get(name) is not None}
-
-    def _divisor(self, name: str, degree: int) -> int:
-        """Return what an attribute is divided by: the degree, but for what counts key and value heads in copies."""
+    def _copies(self, name: str, degree: int) -> int:
+        """Return on how many ranks each part of an attribute is: one, but for what counts key and value heads."""
         if self.copies == 1:
-            return degree
+            return 1
         if name in QUERIES_PER_KEY:
-            return self.copies
-        return degree // self.copies if _OF_KEYS.search(name) else degree
+            return degree // self.copies  # divided by the number of copies
+        return self.copies if _OF_KEYS.search(name) else 1
 
     @property
     def label(self) -> str:
@@ -169,7 +170,7 @@ class AcrossHeadNorm(Style):
         Raises:
             StyleFault: the module is not an RMSNorm of a known formula over one dim.
         """
-        return Shard(0, (self._width(module),), self.copies)
+        return self.shard(0, (self._width(module),))
 
     def sums(self, module: nn.Module) -> int:
         """Sum the statistic: the mean of squares, and before it the mean of a LayerNorm."""

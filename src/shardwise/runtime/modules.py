@@ -141,27 +141,27 @@ class OutputGather:
     Each rank's slice is laid into zeros and the sum is taken: one all-reduce for each tensor that is cut.
 
     Attributes:
-        width: Full size of the last dim of what is cut; other tensors stay as they are.
+        shard: How the last dim of what is cut lies on the ranks; other tensors stay as they are.
         group: The ranks that have the other slices.
     """
 
-    width: int
+    shard: Shard
     group: TensorParallelGroup
 
     @classmethod
     def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
         """Return whole tensors from now on."""
         assert isinstance(planned.style, styles.GatherOutput)
-        module.register_forward_hook(cls(planned.style.width, group))
+        module.register_forward_hook(cls(planned.style.shard(0, (planned.style.width,)), group))
 
     def __call__(self, module: nn.Module, args: object, output: object) -> object:
         """Return the output with each slice made whole."""
         if isinstance(output, tuple | list):
             return type(output)(self(module, args, part) for part in output)
-        (span,) = Shard(0, (self.width,)).spans(self.group.rank, self.group.degree)
+        (span,) = self.shard.spans(self.group.rank, self.group.degree)
         if not isinstance(output, Tensor) or output.shape[-1] != span.length:
             return output
-        return reduce_partial(pad(output, (span.start, self.width - span.stop)), self.group)
+        return reduce_partial(pad(output, (span.start, self.shard.size - span.stop)), self.group)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ LOCAL_CLASSES: dict[type[styles.Style], type[RuntimeHalf]] = {
 
 def adopt(module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
     """Make a module that holds this rank's parameters do this rank's part of the work, as its style says."""
-    for name, value in planned.attributes.items():
+    for name, value in planned.values(group.rank, group.degree).items():
         _set(module, name, value)
     half = LOCAL_CLASSES.get(type(planned.style))
     if half is not None:

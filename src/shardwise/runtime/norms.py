@@ -50,7 +50,7 @@ class LocalNorm(nn.Module):
         shard = style.shard_of(module)
         module.__class__ = local
         vars(module).update(tp_group=group, tp_planned=planned, tp_width=shard.size, tp_copies=shard.copies)
-        vars(module)[local.shape_attribute] = torch.Size(shard.local_shape(whole, group.degree))
+        vars(module)[local.shape_attribute] = torch.Size(shard.local_shape(whole, group.rank, group.degree))
         sum_gradients_of_copies(module, shard, group)
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from types import SimpleNamespace
 
 import torch
@@ -79,7 +80,7 @@ def shard_in_memory(
 
 def _prepare(model: nn.Module, config: TensorParallelConfig, plan: Plan) -> ResolvedPlan:
     check_state(model)
-    return resolve(model, plan, config.tp_degree)
+    return resolve(model, plan, config.tp_degree, uneven=config.uneven)
 
 
 def localize(
@@ -149,12 +150,12 @@ def meta_twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo).eval()
 
 
-def localized_twin(model: nn.Module, plan: ResolvedPlan) -> tuple[nn.Module, CountingGroup]:
-    """Return rank 0's part of a model without weights, and the group that counts what it would send."""
-    twin, group = meta_twin(model), CountingGroup(plan.degree)
+def localized_twin(model: nn.Module, plan: ResolvedPlan, rank: int = 0) -> tuple[nn.Module, CountingGroup]:
+    """Return a rank's part of a model without weights, and the group that counts what it would send."""
+    twin, group = meta_twin(model), CountingGroup(plan.degree, rank)
     shapes = global_shapes(twin)
     local = {
-        name: nn.Parameter(local_slice(parameter.detach(), plan.layout(name), 0, plan.degree))
+        name: nn.Parameter(local_slice(parameter.detach(), plan.layout(name), rank, plan.degree))
         for name, parameter in twin.named_parameters(remove_duplicate=False)
         if isinstance(plan.layout(name), Shard)
     }
@@ -183,10 +184,19 @@ def _make_room(model: nn.Module, plan: ResolvedPlan, group: TensorParallelGroup)
     pieces: dict[int, Tensor] = {}
     for name, tensor in named_tensors(model):
         if id(tensor) not in pieces:
-            shape = plan.layout(name).local_shape(tuple(tensor.shape), group.degree)
+            shape = plan.layout(name).local_shape(tuple(tensor.shape), group.rank, group.degree)
             pieces[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device=group.device)
-    largest = max((piece.nbytes for piece in pieces.values()), default=0)
+    # Rank 0's pieces are the largest, where they are not all of one size.
+    largest = max(
+        (_bytes(tensor, plan.layout(name), 0, plan.degree) for name, tensor in named_tensors(model)),
+        default=0,
+    )
     return _Room(pieces, torch.empty(largest, dtype=torch.uint8, device=group.device))
+
+
+def _bytes(tensor: Tensor, layout: Layout, rank: int, degree: int) -> int:
+    """Return how many bytes a rank's piece of a whole tensor has."""
+    return prod(layout.local_shape(tuple(tensor.shape), rank, degree)) * tensor.itemsize
 
 
 @torch.no_grad()
@@ -201,7 +211,9 @@ def _fill_from_rank_zero(
         done.add(id(tensor))
         layout, piece = plan.layout(name), room.pieces[id(tensor)]
         for rank in range(group.degree if isinstance(layout, Shard) else 1):
-            sent = room.transit[: piece.nbytes]  # as bytes: no backend sends every dtype
+            sent = room.transit[
+                : _bytes(tensor, layout, rank, group.degree)
+            ]  # as bytes: no backend sends every dtype
             if group.rank == 0:
                 own = local_slice(tensor.detach(), layout, rank, group.degree).to(group.device)
                 sent.copy_(own.contiguous().view(-1).view(torch.uint8))

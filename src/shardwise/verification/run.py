@@ -42,6 +42,7 @@ def verify(
     device: str | None = None,
     subfolder: str | None = None,
     seed: int = 0,
+    uneven: bool = False,
 ) -> VerifyReport:
     """Compare a model on `degree` ranks with one process, module by module, and return what differs.
 
@@ -72,10 +73,10 @@ def verify(
             classes of `shardwise.models`.
         plan: Module patterns and styles, in place of the plan declared for the class.
         dtype: What to compute in; by default a model's own, and fp32 for classes and checkpoints.
-        device: `"cpu"` or `"cuda"`, for ranks that are started here; by default CUDA where each rank can
-            have a device of its own.
+        device: `"cpu"` or `"cuda"`, for ranks that are started here; by default CUDA if each can have its own.
         subfolder: Folder of the checkpoint; by default `transformer` where `model` is a pipeline's folder.
         seed: For random weights, and for what a model draws; modules that are compared draw the same numbers.
+        uneven: Whether heads that `degree` does not divide are shared.
 
     Raises:
         ConfigError: the degree is below 2, or nothing is known of the model or its inputs.
@@ -89,7 +90,7 @@ def verify(
     subject = _subject(model, subfolder)
     if inputs is None and isinstance(subject, nn.Module) and family_of(type(subject)) is None:
         raise ConfigError(f"no inputs are known for {type(subject).__name__}: pass inputs=")
-    job = Job(subject, degree, inputs, plan, dtype, seed)
+    job = Job(subject, degree, inputs, plan, dtype, seed, uneven)
     return job.run() if is_initialized() else _run_on_own_ranks(job, device)
 
 
@@ -112,12 +113,13 @@ class Job:
     plan: Plan | None
     dtype: torch.dtype | None
     seed: int
+    uneven: bool = False
 
     def run(self) -> VerifyReport:
         """Compare on this rank, and return what all of them found."""
         start = time.perf_counter()
         # Unequal inputs would look like a mistake in the plan. The static check is another proof, and not this one.
-        config = TensorParallelConfig(tp_degree=self.degree, check=False, debug=True)
+        config = TensorParallelConfig(self.degree, check=False, debug=True, uneven=self.uneven)
         group = TensorParallelGroup.of(config)
         group.check(config)
         torch.manual_seed(self.seed)

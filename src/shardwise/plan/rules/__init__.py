@@ -8,8 +8,9 @@ inputs are all whole need no rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -40,6 +41,8 @@ class Call:
         producers: Paths of the modules behind each tensor argument, by its id.
         repeats: For whole tensors, by id: how many trailing index steps of each dim do not change the value.
         nothing: Ids of the whole tensors that are known to be zeros, or to have no elements.
+        rank: The one whose indices are asked for.
+        shares: Which parts of uneven cuts that rank holds.
     """
 
     name: str
@@ -51,6 +54,8 @@ class Call:
     producers: dict[int, tuple[str, ...]] = field(default_factory=dict)
     repeats: dict[int, tuple[int, ...]] = field(default_factory=dict)
     nothing: set[int] = field(default_factory=set)
+    rank: int = 0
+    shares: Collection[Fraction] = ()
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument that may be given by position or by name."""

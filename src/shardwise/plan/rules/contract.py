@@ -187,7 +187,8 @@ def attention(call: Call) -> Result:
         its = call.layout(t)
         assert isinstance(its, Shard)  # checked in attention_shard
         alike = tuple(b * kv_heads for b in shard.blocks) == tuple(b * heads for b in its.blocks)
-        read = its.copies == shard.copies or (shard.copies == 1 and its.pieces_are_single(call.degree))
+        single = shard.division == (1, 0) and its.pieces_are_single(call.degree)
+        read = its.division == shard.division or single
         if its.dim != shard.dim or not alike or not read:
             raise unequal(call, q, shard, t, its)
     if call.argument(4, "dropout_p", 0.0):

@@ -210,7 +210,7 @@ def joins(call: Call, first: tuple[Tensor, Shard], second: tuple[Tensor, Activat
     (x, shard), (other, layout) = first, second
     along = dim == shard.dim
     if isinstance(layout, Shard):
-        if layout != shard and not (along and (layout.dim, layout.copies) == (dim, shard.copies)):
+        if layout != shard and not (along and (layout.dim, layout.division) == (dim, shard.division)):
             raise unequal(call, x, shard, other, layout)
     elif isinstance(layout, Partial):
         raise refuse_partial(call, other)
