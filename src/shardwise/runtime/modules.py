@@ -27,6 +27,7 @@ from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.norms import LocalNorm
 from shardwise.runtime.slices import InputSlice, OutputSlice
 from shardwise.runtime.state import Refusal
+from shardwise.runtime.together import Together
 
 
 class LocalLinear(nn.Linear):
@@ -64,12 +65,21 @@ class LocalLinear(nn.Linear):
 
 
 class ColwiseLinear(LocalLinear):
-    """Holds some rows of the weight: maps a whole input (..., in) to its slice of the output (..., out / degree)."""
+    """Holds some rows of the weight: maps a whole input (..., in) to its slice of the output (..., out / degree).
+
+    Attributes:
+        tp_together: What waits for the norms of its attention, if they look at all heads.
+    """
+
+    tp_together: Together | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's output features; no communication."""
         whole = input if self.tp_inside else enter_shard(input, self.tp_group)
-        return matmul(whole, self.weight, self.bias)
+        output = matmul(whole, self.weight, self.bias)
+        if self.tp_together is not None:
+            self.tp_together.leave(self.tp_planned.path, output, self.tp_shard.size * self.tp_shard.copies)
+        return output
 
 
 class RowwiseLinear(LocalLinear):

@@ -24,6 +24,7 @@ from shardwise.runtime.debug import require_equal_inputs
 from shardwise.runtime.group import CountingGroup, TensorParallelGroup, is_initialized
 from shardwise.runtime.modules import adopt
 from shardwise.runtime.state import check_state, refuse_operations
+from shardwise.runtime.together import sum_together
 
 _STATE = "_tensor_parallel"
 
@@ -98,6 +99,7 @@ def localize(
     require_equal_inputs(model, config, group)
     for planned in plan.modules:
         adopt(model.get_submodule(planned.path), group, planned)
+    sum_together(model, plan)
     refuse_operations(model)
     vars(model)[_STATE] = Sharding(config, plan, group, shapes)
     # diffusers' pipelines ask this attribute before they offload; they then refuse, as long as we do.
