@@ -146,13 +146,18 @@ def call(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
 
 @contextmanager
 def differentiable_flex_attention() -> Iterator[None]:
-    """Let FlexAttention, which has no gradients on a CPU, be attention with its mask."""
+    """Let FlexAttention, which has no gradients on a CPU, be attention with its mask and its blocks."""
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: Any, **options: Any
     ) -> Tensor:
-        mask = flex_attention.create_mask(block_mask.mask_mod, 1, 1, query.shape[2], key.shape[2], "cpu")
-        mask |= ~mask.any(-1, keepdim=True)  # padding that sees nothing, and is cut off
+        rows, columns = query.shape[2], key.shape[2]
+        mask = flex_attention.create_mask(block_mask.mask_mod, 1, 1, rows, columns, "cpu")
+        blocks = block_mask.to_dense().bool()
+        for dim, size in zip((-2, -1), block_mask.BLOCK_SIZE, strict=True):
+            blocks = blocks.repeat_interleave(size, dim)
+        mask = mask & blocks[..., :rows, :columns]
+        mask = mask | ~mask.any(-1, keepdim=True)  # padding that sees nothing, and is cut off
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
 
     with mock.patch.object(flex_attention, "flex_attention", attention):

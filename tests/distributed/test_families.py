@@ -170,6 +170,7 @@ def test_static_check_foresees_the_all_reduces(two_ranks: Pool, proofs: Any, nam
         ("Ideogram4Transformer2DModel", 2 * (2 + 1) + 3),
         ("JoyImageEditPlusTransformer3DModel", 2 * 4 + 4),
         ("JoyImageEditTransformer3DModel", 2 * 4 + 4),
+        ("Kandinsky6SRTransformer3DModel", 2 * 3 + 1),
         ("Krea2Transformer2DModel", 2 * 2 + (2 + 2) * 2 + 4),  # blocks, two kinds of blocks for the text
         ("LongCatImageTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 1),
         (

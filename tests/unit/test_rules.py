@@ -740,7 +740,17 @@ def draw_reduction(draw: Draw) -> Case:
 
 
 @draws(
-    "softmax", "log_softmax", "cumprod", "cummax", "logcumsumexp", "cumsum", "sort", "argsort", "diff", "topk"
+    "softmax",
+    "log_softmax",
+    "cumprod",
+    "cummax",
+    "logcumsumexp",
+    "cumsum",
+    "cumsum_",
+    "sort",
+    "argsort",
+    "diff",
+    "topk",
 )
 def draw_along(draw: Draw) -> Case:
     x = draw.operand()
@@ -748,7 +758,7 @@ def draw_along(draw: Draw) -> Case:
     first = [1] if draw.name in ("topk", "diff") else []
     if draw.name in ("sort", "argsort", "topk", "diff") and draw.chance(0.3):
         return Case(getattr(torch, draw.name), (x, *first))
-    return Case(getattr(torch, draw.name), (x, *first, dim))
+    return Case(named(draw.name), (x, *first, dim))
 
 
 @draws("normalize")

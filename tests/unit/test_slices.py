@@ -174,7 +174,6 @@ def test_flex_attention_is_followed(mask: Any) -> None:
     ("model", "what"),
     [
         (lambda: Flex(by_head), "mask that depends on the head"),
-        (lambda: Flex(causal, heads=4), "mask that depends on the head"),
         (lambda: Flex(score_mod=lambda score, b, h, q, k: score + h), "score_mod"),
         (lambda: Flex(return_lse=True), "return_lse"),
     ],
@@ -183,6 +182,35 @@ def test_flex_attention_that_knows_the_head_is_not_decided(model: Any, what: str
     report = check(model(), QKV, x=torch.ones(2, 128, WIDTH))
     assert [finding.kind for finding in report.findings] == ["ForwardFailed"]
     assert what in report.findings[0].message
+
+
+class Sparse(Flex):
+    """Chooses the blocks of keys that each head sees by their means, as sparse attention does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            to(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v)
+        )
+        means = [t.unflatten(2, (-1, 64)).mean(3) for t in (q, k)]
+        scores = means[0] @ means[1].transpose(-2, -1)
+        mask = flex_attention.BlockMask.from_kv_blocks(
+            (scores > 0).sum(-1).int(), scores.argsort(-1).int(), BLOCK_SIZE=64
+        )
+        return self.to_out(flex_attention.flex_attention(q, k, v, block_mask=mask).transpose(1, 2).flatten(2))
+
+
+def test_blocks_that_each_head_chooses_are_followed() -> None:
+    x = torch.ones(2, 128, WIDTH)
+    report = check(Sparse(), QKV, x=x)
+    assert report.ok, str(report)
+    wrong = check(Sparse(), {**QKV, "": DivideAttributes()}, x=x)
+    assert {finding.kind for finding in wrong.findings} == {"LocalShape"}
+
+
+def test_blocks_of_all_heads_beside_some_of_them_are_found() -> None:
+    (finding,) = check(Flex(causal, heads=4), QKV, x=torch.ones(2, 128, WIDTH)).findings
+    assert finding.kind == "LayoutMismatch"
+    assert "a whole mask" in finding.message
 
 
 def test_flex_attention_of_values_stays_what_it_is() -> None:

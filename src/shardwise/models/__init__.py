@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardwise.models.joy_image_plus import JoyImageEditPlusTransformer3DModel
     from shardwise.models.kandinsky5 import Kandinsky5Transformer3DModel
     from shardwise.models.kandinsky6 import Kandinsky6Transformer3DModel
+    from shardwise.models.kandinsky6_sr import Kandinsky6SRTransformer3DModel
     from shardwise.models.krea2 import Krea2Transformer2DModel
     from shardwise.models.latte import LatteTransformer3DModel
     from shardwise.models.longcat_audio import LongCatAudioDiTTransformer
@@ -122,6 +123,7 @@ FAMILIES = {
     "JoyImageEditPlusTransformer3DModel": "joy_image_plus",
     "JoyImageEditTransformer3DModel": "joy_image",
     "Kandinsky5Transformer3DModel": "kandinsky5",
+    "Kandinsky6SRTransformer3DModel": "kandinsky6_sr",
     "Kandinsky6Transformer3DModel": "kandinsky6",
     "Krea2Transformer2DModel": "krea2",
     "LTX2VideoTransformer3DModel": "ltx2",
@@ -200,6 +202,7 @@ __all__ = [
     "JoyImageEditPlusTransformer3DModel",
     "JoyImageEditTransformer3DModel",
     "Kandinsky5Transformer3DModel",
+    "Kandinsky6SRTransformer3DModel",
     "Kandinsky6Transformer3DModel",
     "Krea2Transformer2DModel",
     "LTX2VideoTransformer3DModel",

@@ -80,7 +80,7 @@ def softmax(call: Call, x: Tensor, shard: Shard) -> Result:
     return along(call, x, shard, 1)
 
 
-@operand_rule("cumsum", linear=always)
+@operand_rule("cumsum", "cumsum_", linear=always)
 def cumsum(call: Call, x: Tensor, shard: Shard) -> Result:
     """Keep the shard of another dim."""
     return along(call, x, shard, 1)
