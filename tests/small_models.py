@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from shardwise import (
     PackedColwiseParallel,
+    PackedDepthwiseParallel,
     PackedRowwiseParallel,
     SliceExperts,
     SliceOutput,
@@ -312,6 +313,30 @@ class Mixture(TensorParallelMixin, ModelMixin, ConfigMixin):
         return (self.out(x + self.experts(self.norm(x))),)
 
 
+class Convolutions(TensorParallelMixin, ModelMixin, ConfigMixin):
+    """A gated feed-forward of convolutions, and a lone one of which each place reads its neighbours."""
+
+    _tp_plan = {
+        "up": PackedColwiseParallel([1, 1]),
+        "depth": PackedDepthwiseParallel([1, 1]),
+        "down": "rowwise",
+        "along": "rowwise_split_input",
+    }
+
+    @register_to_config
+    def __init__(self, width: int = 8, hidden: int = 12) -> None:
+        super().__init__()
+        self.up = nn.Conv2d(width, 2 * hidden, 1)
+        self.depth = nn.Conv2d(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden)
+        self.down = nn.Conv2d(hidden, width, 1)
+        self.along = nn.Conv2d(width, width, (3, 1), padding=(1, 0), padding_mode="circular")
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        gate, value = self.depth(F.silu(self.up(x))).chunk(2, 1)
+        output = self.down(F.silu(gate) * value)
+        return (x + output + self.along(output),)
+
+
 SMALL: dict[type[Any], tuple[int, ...]] = {
     Mlp: (3, 7, 8),
     Glu: (3, 7, 8),
@@ -322,6 +347,7 @@ SMALL: dict[type[Any], tuple[int, ...]] = {
     Modulation: (3, 12),
     Beside: (3, 7, 8),
     Mixture: (3, 7, 8),
+    Convolutions: (3, 8, 5, 7),
 }
 """Each small model and the shape of its input; batch and sequence are odd."""
 

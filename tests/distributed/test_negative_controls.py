@@ -19,7 +19,7 @@ from shardwise.runtime.group import TensorParallelGroup
 from tests import tolerances
 from tests.helpers import outputs, randomize, relative_error, tiny_inputs, tiny_model
 from tests.pool import Pool
-from tests.small_models import Glu, Mixture, Mlp, Parallel, Transformer, small_input
+from tests.small_models import Convolutions, Glu, Mixture, Mlp, Parallel, Transformer, small_input
 
 
 def _error(whole: nn.Module, inputs: dict[str, Any], plan: Any = None) -> float:
@@ -101,6 +101,26 @@ def _experts_summed_one_by_one_and_again() -> float:
         return _error(randomize(Mixture()), small_input(Mixture))
 
 
+def _convolutions(**broken: Any) -> float:
+    return _error(randomize(Convolutions()), small_input(Convolutions), Convolutions._tp_plan | broken)
+
+
+def _halves_of_channels_not_apart() -> float:
+    return _convolutions(up="colwise", depth="depthwise")
+
+
+def _filters_of_other_channels() -> float:
+    return _convolutions(depth="depthwise")
+
+
+def _bias_of_a_convolution_on_each_rank() -> float:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return self.tp_group.all_reduce(self.product(input, self.bias))
+
+    with mock.patch.object(modules.Rowwise, "forward", forward):
+        return _convolutions()
+
+
 CONTROLS = {
     f.__name__.strip("_"): f
     for f in (
@@ -114,6 +134,9 @@ CONTROLS = {
         _blocks_in_another_order,
         _experts_never_summed,
         _experts_summed_one_by_one_and_again,
+        _halves_of_channels_not_apart,
+        _filters_of_other_channels,
+        _bias_of_a_convolution_on_each_rank,
     )
 }
 

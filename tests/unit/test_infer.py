@@ -430,6 +430,9 @@ NOT_FOUND: dict[str, Difference] = {
     "LongCatAudioDiTTransformer": Difference(less=("blocks.*.adaln_mlp.mlp.1",)),
     # The declared plan cuts the frequencies, inference the table that is made of them; and a small modulation.
     "MochiTransformer3DModel": Difference(groups=True, more=("transformer_blocks.*.norm1_context.linear_1",)),
+    # Inference starts from Linears, and the feed-forwards are convolutions.
+    "SanaTransformer2DModel": Difference(groups=True),
+    "SanaVideoTransformer3DModel": Difference(groups=True, less=("transformer_blocks.*.ff.conv_temp",)),
     # The rotary table is an input, and inference slices what modules return.
     "SanaWMLTX2RefinerTransformer3DModel": Difference(
         groups=True,

@@ -107,6 +107,12 @@ def test_linear_never_allocates_its_weight(args: tuple[object, ...], kwargs: dic
     assert linear.weight.is_meta
 
 
+@pytest.mark.parametrize("cls", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_convolution_never_allocates_its_weight(cls: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> None:
+    convolution = build(lambda: cls(TERABYTES, TERABYTES, 1, 2, bias=False))
+    assert (convolution.weight.is_meta, convolution.stride[0], convolution.bias) == (True, 2, None)
+
+
 def test_linear_takes_the_arguments_it_always_takes() -> None:
     linear = build(lambda: nn.Linear(3, 5, False, dtype=torch.bfloat16))
     assert (linear.in_features, linear.out_features, linear.bias) == (3, 5, None)

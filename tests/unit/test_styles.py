@@ -21,7 +21,7 @@ from shardwise.plan.styles import (
     as_style,
     is_count,
 )
-from shardwise.runtime.modules import LOCAL_CLASSES
+from shardwise.runtime.modules import LOCAL_CLASSES, LocalLayer
 
 ROWWISE = [RowwiseParallel(), RowwiseSplitInputParallel(), PackedRowwiseParallel([1, 3])]
 COLWISE = [ColwiseParallel(), PackedColwiseParallel([1, 3])]
@@ -83,12 +83,14 @@ def test_P6_only_colwise_leaves_its_output_sharded(style: Style) -> None:
 
 @pytest.mark.parametrize("style", LINEAR_STYLES, ids=label)
 def test_linear_style_has_a_runtime_class(style: Style) -> None:
-    assert issubclass(LOCAL_CLASSES[type(style)], nn.Linear)
+    local = LOCAL_CLASSES[type(style)]
+    assert issubclass(local, LocalLayer)
+    assert issubclass(local.of(linear()), nn.Linear)
 
 
 def test_P3_P4_P5_styles_that_compute_differently_run_in_different_classes() -> None:
     classes = {LOCAL_CLASSES[type(style)] for style in STYLES.values()}
-    assert len(classes) == 4
+    assert len(classes) == len(STYLES)
     assert LOCAL_CLASSES[PackedColwiseParallel] is LOCAL_CLASSES[ColwiseParallel]
     assert LOCAL_CLASSES[PackedRowwiseParallel] is LOCAL_CLASSES[RowwiseParallel]
 
@@ -103,7 +105,7 @@ class Renamed(nn.Linear):
 
 
 @pytest.mark.parametrize("style", LINEAR_STYLES, ids=label)
-@pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.Conv1d(8, 12, 1), OwnForward(8, 12)])
+@pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.ConvTranspose1d(8, 12, 1), OwnForward(8, 12)])
 def test_linear_style_refuses_what_does_not_compute_as_a_linear(style: Style, module: nn.Module) -> None:
     fault = fault_of(style, module)
     assert fault.kind == "NotALinear"
@@ -316,7 +318,7 @@ def test_is_count_takes_positive_integers_only(value: object, answer: bool) -> N
 def test_P3_P4_P5_style_is_known_by_its_name(name: str, cls: type[Style]) -> None:
     assert type(as_style(name)) is cls
     assert as_style(name).label == f'"{name}"'
-    assert len(STYLES) == 4
+    assert len(STYLES) == 5
 
 
 @pytest.mark.parametrize("cls", [PackedColwiseParallel, PackedRowwiseParallel])

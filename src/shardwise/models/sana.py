@@ -1,4 +1,4 @@
-"""Sana: linear self-attention, cross-attention with heads of another size, and convolutions as feed-forward."""
+"""Sana: linear self-attention, cross-attention with heads of another size, and gated convolutions as feed-forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from diffusers import SanaTransformer2DModel as _SanaTransformer2DModel
 
 from shardwise.models.mixin import TensorParallelMixin
-from shardwise.plan.styles import IfPresent
+from shardwise.plan.styles import IfPresent, PackedColwiseParallel, PackedDepthwiseParallel
 
 PLAN = {
     "transformer_blocks.*.attn1.to_q": "colwise",
@@ -25,6 +25,9 @@ PLAN = {
     "transformer_blocks.*.attn2.norm_q": IfPresent("across_head_norm"),
     "transformer_blocks.*.attn2.norm_k": IfPresent("across_head_norm"),
     "transformer_blocks.*.attn2.to_out.0": "rowwise",
+    "transformer_blocks.*.ff.conv_inverted": PackedColwiseParallel([1, 1]),
+    "transformer_blocks.*.ff.conv_depth": PackedDepthwiseParallel([1, 1]),
+    "transformer_blocks.*.ff.conv_point": "rowwise",
     # Lone and large: each reads a whole input, and every rank needs the whole output.
     "time_embed.emb.timestep_embedder.linear_2": IfPresent("rowwise_split_input"),
     # With guidance the time is embedded by other modules.
@@ -37,7 +40,7 @@ PLAN = {
 
 
 class SanaTransformer2DModel(TensorParallelMixin, _SanaTransformer2DModel):  # type: ignore[misc]
-    """The transformer of Sana, with tensor parallelism. Heads: 70 and 20; whole: convolutions, norms."""
+    """The transformer of Sana, with tensor parallelism. Heads: 70 and 20; whole: tables, block norms."""
 
     _tp_plan = PLAN
 

@@ -11,11 +11,15 @@ from diffusers import SanaVideoTransformer3DModel as _SanaVideoTransformer3DMode
 from shardwise.models import sana
 from shardwise.models.mixin import TensorParallelMixin
 
-PLAN = sana.PLAN
+PLAN = {
+    **sana.PLAN,
+    # Mixes frames; reads what the other convolutions of the feed-forward leave, which is whole.
+    "transformer_blocks.*.ff.conv_temp": "rowwise_split_input",
+}
 
 
 class SanaVideoTransformer3DModel(TensorParallelMixin, _SanaVideoTransformer3DModel):  # type: ignore[misc]
-    """The transformer of Sana-Video, with tensor parallelism. Heads: 20; whole: feed-forwards (convolutions), norms."""
+    """The transformer of Sana-Video, with tensor parallelism. Heads: 20; whole: tables, block norms."""
 
     _tp_plan = PLAN
 

@@ -2,19 +2,22 @@
 
 A model's buffers (rotary tables, frequencies) are in no checkpoint, so they must be real, while its weights
 must not take memory before a rank's slice of them is known. Unlike accelerate's `init_empty_weights`, weights
-that are tied stay tied, and an `nn.Linear` never allocates its full weight, not even for a moment.
+that are tied stay tied, and a Linear or a convolution never allocates its full weight, not even for a moment.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+
+from shardwise.plan.linears import CONVOLUTIONS
 
 
 @contextmanager
@@ -32,19 +35,19 @@ def meta_parameters() -> Iterator[None]:
             param = twin[1]
         register(module, name, param)
 
-    with (
-        mock.patch.object(nn.Module, "register_parameter", register_on_meta),
-        mock.patch.object(nn.Linear, "__init__", _on_meta(nn.Linear.__init__)),
-    ):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(nn.Module, "register_parameter", register_on_meta))
+        for cls in (nn.Linear, *CONVOLUTIONS):
+            patches.enter_context(mock.patch.object(cls, "__init__", _on_meta(cls.__init__)))
         yield
 
 
 def _on_meta(init: Callable[..., None]) -> Callable[..., None]:
-    """Return `nn.Linear.__init__` with the meta device as its default."""
+    """Return the `__init__` of a layer with the meta device as its default."""
+    names = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
-    def build(self: nn.Linear, *args: Any, **kwargs: Any) -> None:
-        names = ("in_features", "out_features", "bias", "device", "dtype")
+    def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         kwargs |= dict(zip(names, args, strict=False))
         if kwargs.get("device") is None:
             kwargs["device"] = torch.device("meta")

@@ -22,8 +22,10 @@ from shardwise.plan.experts import SliceExperts, SumOnce
 from shardwise.plan.layout import Layout, Replicated, Shard, divisors
 from shardwise.plan.linears import (
     ColwiseParallel,
+    DepthwiseParallel,
     LinearStyle,
     PackedColwiseParallel,
+    PackedDepthwiseParallel,
     PackedRowwiseParallel,
     RowwiseParallel,
     RowwiseSplitInputParallel,
@@ -35,11 +37,13 @@ __all__ = [
     "STYLES",
     "AcrossHeadNorm",
     "ColwiseParallel",
+    "DepthwiseParallel",
     "DivideAttributes",
     "GatherOutput",
     "IfPresent",
     "LinearStyle",
     "PackedColwiseParallel",
+    "PackedDepthwiseParallel",
     "PackedRowwiseParallel",
     "PerHead",
     "RowwiseParallel",
@@ -241,7 +245,13 @@ class IfPresent:
 
 STYLES: dict[str, Style] = {
     style.plan_name: style
-    for style in (ColwiseParallel(), RowwiseParallel(), RowwiseSplitInputParallel(), AcrossHeadNorm())
+    for style in (
+        ColwiseParallel(),
+        RowwiseParallel(),
+        RowwiseSplitInputParallel(),
+        DepthwiseParallel(),
+        AcrossHeadNorm(),
+    )
 }
 """The styles that a plan may name by a string."""
 
@@ -269,5 +279,5 @@ def as_style(value: object) -> Style:
         "UnknownStyle",
         f"{value!r} is not a sharding style",
         f"use one of {', '.join(map(repr, STYLES))}, PackedColwiseParallel, PackedRowwiseParallel, "
-        "DivideAttributes, SliceInput, SliceOutput, SliceParameter, SumOnce, IfPresent",
+        "PackedDepthwiseParallel, DivideAttributes, SliceInput, SliceOutput, SliceParameter, SumOnce, IfPresent",
     )

@@ -38,11 +38,11 @@ def enter_shard(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     return tensor
 
 
-def split_last_dim(tensor: Tensor, spans: Sequence[Span], group: TensorParallelGroup) -> Tensor:
-    """Return this rank's `spans` of the last dim of a whole `tensor` (..., features), one after another."""
+def split(tensor: Tensor, dim: int, spans: Sequence[Span], group: TensorParallelGroup) -> Tensor:
+    """Return this rank's `spans` of a dim of a whole `tensor`, one after another."""
     whole = enter_shard(tensor, group)
-    parts = [whole.narrow(-1, span.start, span.length) for span in spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    parts = [whole.narrow(dim, span.start, span.length) for span in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class _ReducePartial(Function):

@@ -1,13 +1,13 @@
 """The runtime half of each style: ordinary modules of a rank's size, with a collective where the mathematics needs one.
 
-A planned Linear or norm becomes one of these by a change of class, so that its parameters, its state-dict keys
-and `isinstance(module, nn.Linear)` stay as they were, and printing the model shows what is sharded. Modules
-whose own work does not change get a hook. Norms are in `runtime.norms`.
+A planned Linear, convolution or norm becomes one of these by a change of class, so that its parameters, its
+state-dict keys and `isinstance(module, nn.Linear)` stay as they were, and printing the model shows what is sharded.
+Modules whose own work does not change get a hook. Norms are in `runtime.norms`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import Finding, PlanError
 from shardwise.plan import styles
 from shardwise.plan.layout import Shard, Span
+from shardwise.plan.linears import CONVOLUTIONS, sliding_dims
 from shardwise.plan.resolve import PlannedModule
-from shardwise.runtime.collectives import enter_shard, reduce_partial, split_last_dim
+from shardwise.runtime.collectives import enter_shard, reduce_partial, split
 from shardwise.runtime.gradients import sum_gradients, sum_gradients_of_copies
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.norms import LocalNorm
@@ -30,15 +31,16 @@ from shardwise.runtime.state import Refusal
 from shardwise.runtime.together import Together
 
 
-class LocalLinear(nn.Linear):
-    """A rank's slice of a Linear.
+class LocalLayer(nn.Module):
+    """A rank's slice of a Linear or a convolution.
 
     Attributes:
         tp_group: The ranks that hold the other slices.
         tp_planned: The module's entry in the resolved plan: its path, its style, and how its weight is cut.
-        tp_shard: The layout of the whole weight (out_features x in_features).
+        tp_shard: The layout of the whole weight (out x in).
         tp_spans: What this rank holds along the sharded dim.
         tp_inside: Whether a module around this one sums once, what it returns and the gradients of what it is given.
+        tp_sliding: How many dims of its input come behind the features: those that a convolution slides along.
     """
 
     tp_group: TensorParallelGroup
@@ -46,25 +48,40 @@ class LocalLinear(nn.Linear):
     tp_shard: Shard
     tp_spans: Sequence[Span]
     tp_inside: bool
+    tp_sliding: int
+    weight: Tensor
+    bias: nn.Parameter
+    _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     @classmethod
     def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
-        """Make `module`, a Linear whose parameters are local already, a module of this class."""
+        """Make `module`, a layer whose parameters are local already, do what this class does."""
         shard = planned.layouts["weight"]
         assert isinstance(shard, Shard)
-        module.__class__ = cls
+        module.__class__ = cls.of(module)
         spans, inside = shard.spans(group.rank, group.degree), planned.style.inside
         vars(module).update(
             tp_group=group, tp_planned=planned, tp_shard=shard, tp_spans=spans, tp_inside=inside
         )
+        vars(module).update(tp_sliding=sliding_dims(module))
         sum_gradients_of_copies(module, shard, group)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> type[LocalLayer]:
+        """Return the class that is both this one and the class that computes as `module` does."""
+        (found,) = (local for base, local in _LAYERS[cls].items() if isinstance(module, base))
+        return found
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what this rank's part of the weight makes of its input."""
+        return (self._conv_forward if self.tp_sliding else matmul)(input, self.weight, bias)
 
     def extra_repr(self) -> str:
         """Return the local sizes, the layout of the weight, and the rank."""
         return f"{super().extra_repr()}, {self.tp_shard}, rank {self.tp_group.rank} of {self.tp_group.degree}"
 
 
-class ColwiseLinear(LocalLinear):
+class Colwise(LocalLayer):
     """Holds some rows of the weight: maps a whole input (..., in) to its slice of the output (..., out / degree).
 
     Attributes:
@@ -76,13 +93,13 @@ class ColwiseLinear(LocalLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's output features; no communication."""
         whole = input if self.tp_inside else enter_shard(input, self.tp_group)
-        output = matmul(whole, self.weight, self.bias)
+        output = self.product(whole, self.bias)
         if self.tp_together is not None:
             self.tp_together.leave(self.tp_planned.path, output, self.tp_shard.size * self.tp_shard.copies)
         return output
 
 
-class RowwiseLinear(LocalLinear):
+class Rowwise(LocalLayer):
     """Holds some columns of the weight: maps a slice of the input (..., in / degree) to the whole output (..., out).
 
     The bias is whole on each rank and is added after the reduction, once.
@@ -94,34 +111,32 @@ class RowwiseLinear(LocalLinear):
         Raises:
             PlanError: the input is whole, where the plan promised a slice of it.
         """
-        if input.shape[-1] != self.in_features:
-            raise self._unexpected_input(input.shape[-1])
-        terms = matmul(input, self.weight)
+        own, width = sum(span.length for span in self.tp_spans), input.shape[-1 - self.tp_sliding]
+        if width != own:
+            fix = (
+                'use "rowwise_split_input" if its input is whole on every rank; '
+                "otherwise shard what produces the input with a colwise style"
+            )
+            wanted = f"this rank's {own} of {self.tp_shard.size}"
+            raise self._unexpected_input("ShardedInputNeeded", wanted, width, fix)
+        terms = self.product(input, None)
         if self.tp_inside:
             return terms
         output = reduce_partial(terms, self.tp_group)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self._aligned(self.bias)
 
-    def _unexpected_input(self, width: int) -> PlanError:
-        needs_whole = isinstance(self, RowwiseSplitInputLinear)
-        wanted = (
-            self.tp_shard.size if needs_whole else f"this rank's {self.in_features} of {self.tp_shard.size}"
-        )
-        finding = Finding(
-            kind="WholeInputNeeded" if needs_whole else "ShardedInputNeeded",
-            module=self.tp_planned.path,
-            plan_key=self.tp_planned.plan_key,
-            message=f"expects {wanted} input features, got {width}",
-            fix='use "rowwise" if what produces its input leaves a shard'
-            if needs_whole
-            else 'use "rowwise_split_input" if its input is whole on every rank; '
-            "otherwise shard what produces the input with a colwise style",
-        )
+    def _aligned(self, bias: Tensor) -> Tensor:
+        """Return a bias as it is added to an output, whose features may not be its last dim."""
+        return bias.view(-1, *[1] * self.tp_sliding) if self.tp_sliding else bias
+
+    def _unexpected_input(self, kind: str, wanted: object, width: int, fix: str) -> PlanError:
+        message = f"expects {wanted} input features, got {width}"
+        finding = Finding(kind, self.tp_planned.path, message, fix, self.tp_planned.plan_key)
         return PlanError([finding], "a tensor parallel model in its forward")
 
 
-class RowwiseSplitInputLinear(RowwiseLinear):
-    """A `RowwiseLinear` that is given the whole input (..., in) and takes its own slice of it."""
+class RowwiseSplitInput(Rowwise):
+    """A `Rowwise` layer that is given the whole input (..., in) and takes its own slice of it."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the whole output; one all-reduce.
@@ -130,9 +145,43 @@ class RowwiseSplitInputLinear(RowwiseLinear):
             PlanError: the input is a slice already. On every rank alike: slicing it again would fail on all but
                 the first, which would wait for them in the reduction.
         """
-        if input.shape[-1] != self.tp_shard.size:
-            raise self._unexpected_input(input.shape[-1])
-        return super().forward(split_last_dim(input, self.tp_spans, self.tp_group))
+        dim = -1 - self.tp_sliding
+        if input.shape[dim] != self.tp_shard.size:
+            fix = 'use "rowwise" if what produces its input leaves a shard'
+            raise self._unexpected_input("WholeInputNeeded", self.tp_shard.size, input.shape[dim], fix)
+        return super().forward(split(input, dim, self.tp_spans, self.tp_group))
+
+
+class Depthwise(LocalLayer):
+    """Holds the filters of some channels: maps a slice of the channels to the same slice of the output."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's channels; no communication."""
+        return self.product(input, self.bias)
+
+
+class ColwiseLinear(Colwise, nn.Linear):
+    """A `Colwise` layer of a Linear."""
+
+
+class RowwiseLinear(Rowwise, nn.Linear):
+    """A `Rowwise` layer of a Linear."""
+
+
+class RowwiseSplitInputLinear(RowwiseSplitInput, nn.Linear):
+    """A `RowwiseSplitInput` layer of a Linear."""
+
+
+_LAYERS: dict[type[LocalLayer], dict[type[nn.Module], type[LocalLayer]]] = {
+    Colwise: {nn.Linear: ColwiseLinear},
+    Rowwise: {nn.Linear: RowwiseLinear},
+    RowwiseSplitInput: {nn.Linear: RowwiseSplitInputLinear},
+    Depthwise: {},
+}
+for _half, _classes in _LAYERS.items():
+    for _base in CONVOLUTIONS:  # ColwiseConv2d and so on: names in this module, so that they can be pickled
+        _name = f"{_half.__name__}{_base.__name__}"
+        _classes[_base] = globals()[_name] = type(_name, (_half, _base), {"__module__": __name__})
 
 
 class GradientSum:
@@ -219,11 +268,13 @@ class RuntimeHalf(Protocol):
 
 
 LOCAL_CLASSES: dict[type[styles.Style], type[RuntimeHalf]] = {
-    styles.ColwiseParallel: ColwiseLinear,
-    styles.PackedColwiseParallel: ColwiseLinear,
-    styles.RowwiseParallel: RowwiseLinear,
-    styles.PackedRowwiseParallel: RowwiseLinear,
-    styles.RowwiseSplitInputParallel: RowwiseSplitInputLinear,
+    styles.ColwiseParallel: Colwise,
+    styles.PackedColwiseParallel: Colwise,
+    styles.RowwiseParallel: Rowwise,
+    styles.PackedRowwiseParallel: Rowwise,
+    styles.RowwiseSplitInputParallel: RowwiseSplitInput,
+    styles.DepthwiseParallel: Depthwise,
+    styles.PackedDepthwiseParallel: Depthwise,
     styles.AcrossHeadNorm: LocalNorm,
     styles.PerHead: GradientSum,
     styles.SliceOutput: OutputSlice,

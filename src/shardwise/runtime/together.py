@@ -73,8 +73,10 @@ def sum_together(model: nn.Module, plan: ResolvedPlan) -> None:
     normed: dict[str, int] = defaultdict(int)
     for m in plan.modules:
         owner, _, name = m.path.rpartition(".")
-        if isinstance(m.style, AcrossHeadNorm | ColwiseParallel) and _QUERY_OR_KEY.search(name):
-            attentions[owner].append(model.get_submodule(m.path))
+        module = model.get_submodule(m.path)
+        normed_by = isinstance(m.style, ColwiseParallel) and isinstance(module, nn.Linear)
+        if (isinstance(m.style, AcrossHeadNorm) or normed_by) and _QUERY_OR_KEY.search(name):
+            attentions[owner].append(module)
             normed[owner] += isinstance(m.style, AcrossHeadNorm)
     for owner, modules in attentions.items():
         together = Together()
