@@ -75,6 +75,8 @@ def _parted(plan: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
 
 def _meaning(case: Case, plan: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return what a plan does: how each parameter is cut, if it is, and each attribute it divides."""
+    if not plan:
+        return {}, {}
     resolved = resolve(case.model, plan, 2)
     cuts = {name: layout for name, layout in resolved.layouts.items() if isinstance(layout, Shard)}
     return cuts, {m.path: m.values(0, 2) for m in resolved.modules if m.attributes}

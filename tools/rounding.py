@@ -9,19 +9,27 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-ROUNDS_IN_ANY_DTYPE = frozenset({"Kandinsky5Transformer3DModel"})
-"""Classes whose code rounds queries and keys to bf16 in every forward, also in one of fp32."""
+ROUNDS_IN_ANY_DTYPE = {
+    "Kandinsky5Transformer3DModel": (Tensor.to, (torch.bfloat16,)),
+    "SanaWMTransformer3DModel": (Tensor.bfloat16, ()),
+}
+"""Classes whose code rounds queries and keys to bf16 in every forward, also in one of fp32, and the call that does."""
 
 
 class _Unrounded(TorchFunctionMode):
     """Leaves out a forward's own rounding to bf16, which turns a difference in a last digit into a step of bf16."""
 
+    def __init__(self, rounds: tuple[Any, tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._rounds = rounds
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.to and args[0].dtype == torch.float32 and args[1:] == (torch.bfloat16,):
+        if (func, args[1:]) == self._rounds and args[0].dtype == torch.float32:
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
 def exactly(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context in which a model computes in the dtype of its weights: one process and ranks alike."""
-    return _Unrounded() if type(model).__name__ in ROUNDS_IN_ANY_DTYPE else nullcontext()
+    rounds = ROUNDS_IN_ANY_DTYPE.get(type(model).__name__)
+    return _Unrounded(rounds) if rounds else nullcontext()

@@ -173,16 +173,11 @@ def test_static_check_foresees_the_all_reduces(two_ranks: Pool, proofs: Any, nam
         ("Kandinsky6SRTransformer3DModel", 2 * 3 + 1),
         ("Krea2Transformer2DModel", 2 * 2 + (2 + 2) * 2 + 4),  # blocks, two kinds of blocks for the text
         ("LongCatImageTransformer2DModel", 2 * (4 + 2) + 2 * (1 + 1) + 1),
-        (
-            "LTXVideoTransformer3DModel",
-            2 * (3 + 2) + 4,
-        ),  # 2 attentions and ff; 2 pairs of norms
+        ("LTXVideoTransformer3DModel", 2 * (3 + 2) + 4),  # 2 attentions and ff; 2 pairs of norms
         ("LTX2VideoTransformer3DModel", 2 * (6 + 2 + 6) + 3),  # 6 attentions, 2 ffs; 6 pairs of norms
         ("SanaTransformer2DModel", 2 * 3 + 4),
-        (
-            "SanaVideoTransformer3DModel",
-            2 * (4 + 2) + 4,
-        ),  # 2 attentions and 2 of the convolutions; 2 pairs of norms
+        ("SanaVideoTransformer3DModel", 2 * (4 + 2) + 4),  # 2 attentions and 2 of the convolutions; 2 pairs
+        ("SanaWMTransformer3DModel", 3 * (2 + 11) + 4),  # convolutions; 11 projections that split their input
         ("SanaWMLTX2RefinerTransformer3DModel", 2 * (3 + 2) + 1),  # the video stream of it
         ("Lumina2Transformer2DModel", 2 * (2 + 1) + 1 * (2 + 1) + 1 * 2),  # blocks, noise and text refiner
         ("LuminaNextDiT2DModel", 2 * (2 + 1 + 2 * 2) + 1),  # LayerNorms over all heads sum twice

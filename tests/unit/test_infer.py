@@ -433,6 +433,12 @@ NOT_FOUND: dict[str, Difference] = {
     # Inference starts from Linears, and the feed-forwards are convolutions.
     "SanaTransformer2DModel": Difference(groups=True),
     "SanaVideoTransformer3DModel": Difference(groups=True, less=("transformer_blocks.*.ff.conv_temp",)),
+    # Its gates are below a thousandth of the weights of the default configuration.
+    "SanaWMTransformer3DModel": Difference(
+        groups=True,
+        more=("blocks.*.attn.beta_proj", "blocks.*.attn.gate_proj"),
+        less=("blocks.*.mlp.t_conv",),
+    ),
     # The rotary table is an input, and inference slices what modules return.
     "SanaWMLTX2RefinerTransformer3DModel": Difference(
         groups=True,

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from shardwise.models.rfd4_proteina import RFD4ProteinaTransformer
     from shardwise.models.sana import SanaTransformer2DModel
     from shardwise.models.sana_video import SanaVideoTransformer3DModel
+    from shardwise.models.sana_wm import SanaWMTransformer3DModel
     from shardwise.models.sana_wm_refiner import SanaWMLTX2RefinerTransformer3DModel
     from shardwise.models.sd3 import SD3Transformer2DModel
     from shardwise.models.skyreels_v2 import SkyReelsV2Transformer3DModel
@@ -151,6 +152,7 @@ FAMILIES = {
     "SanaTransformer2DModel": "sana",
     "SanaVideoTransformer3DModel": "sana_video",
     "SanaWMLTX2RefinerTransformer3DModel": "sana_wm_refiner",
+    "SanaWMTransformer3DModel": "sana_wm",
     "SkyReelsV2Transformer3DModel": "skyreels_v2",
     "StableAudio3DiTModel": "stable_audio3",
     "StableAudioDiTModel": "stable_audio",
@@ -230,6 +232,7 @@ __all__ = [
     "SanaTransformer2DModel",
     "SanaVideoTransformer3DModel",
     "SanaWMLTX2RefinerTransformer3DModel",
+    "SanaWMTransformer3DModel",
     "SkyReelsV2Transformer3DModel",
     "StableAudio3DiTModel",
     "StableAudioDiTModel",
