@@ -268,8 +268,8 @@ def test_tensors_of_several_files_are_each_read_from_their_own(tmp_path: Path) -
 def test_files_are_opened_once_and_closed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
     open_file = os.open
-    monkeypatch.setattr(os, "open", lambda *args: opened.append(open_file(*args)) or opened[-1])
     entry = store(tmp_path, x=random_tensor((8, 4)))["x"]
+    monkeypatch.setattr(os, "open", lambda *args: opened.append(open_file(*args)) or opened[-1])
     with SliceReader(0, 2, CPU) as reader:
         for _ in range(3):
             reader.read("x", entry, Shard(0, (8,)), torch.float32)

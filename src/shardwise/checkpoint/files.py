@@ -5,8 +5,9 @@ Asks `huggingface_hub` for remote files and reads no weights.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
 )
 
+from shardwise.checkpoint.untrusted import kind_of
+from shardwise.checkpoint.weight_map import read_weight_map
 from shardwise.errors import CheckpointError, UnsupportedOption
 
 
@@ -45,7 +48,19 @@ class Source:
         return f"{self.location}/{self.subfolder}" if self.subfolder else self.location
 
 
-def locate(source: Source) -> list[Path]:
+class WeightFiles(list[Path]):
+    """The safetensors files of a checkpoint, in order.
+
+    Attributes:
+        weight_map: File name by tensor, as the index of several files says; None for a single file.
+    """
+
+    def __init__(self, paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> None:
+        super().__init__(paths)
+        self.weight_map = weight_map
+
+
+def locate(source: Source) -> WeightFiles:
     """Return the safetensors files of a checkpoint, downloading those that are missing from the hub's cache.
 
     Raises:
@@ -55,10 +70,10 @@ def locate(source: Source) -> list[Path]:
     for name in _index_names(source):
         index = _find(source, name)
         if index is not None:
-            return [_shard(source, name) for name in _shard_names(index)]
+            return _shards(source, index)
     single = _find(source, _with_variant(f"{source.stem}.safetensors", source.variant))
     if single is not None:
-        return [single]
+        return WeightFiles([single])
     pickled = _with_variant(f"{source.stem}.bin", source.variant)
     if _find(source, pickled) or _find(source, f"{pickled}.index.json"):
         raise UnsupportedOption(
@@ -89,8 +104,7 @@ def _find(source: Source, name: str) -> Path | None:
     """Return the local path of one file of the checkpoint, or None if it has no such file."""
     folder = Path(source.location)
     if folder.is_dir():
-        path = folder / (source.subfolder or "") / name
-        return path if path.is_file() else None
+        return _regular_file(folder / (source.subfolder or "") / name)
     try:
         return Path(hf_hub_download(source.location, name, subfolder=source.subfolder or None, **source.hub))
     except (EntryNotFoundError, LocalEntryNotFoundError):
@@ -99,36 +113,31 @@ def _find(source: Source, name: str) -> Path | None:
         raise CheckpointError(f"{source} cannot be fetched from the hub: {error}") from error
 
 
-def _shard(source: Source, name: str) -> Path:
-    path = _find(source, name)
-    if path is None:
-        raise CheckpointError(f"{source}: the index names {name}, which is not there")
+def _regular_file(path: Path) -> Path | None:
+    """Return `path`, links followed, if it is a file, and None if nothing has this name."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if not os.path.lexists(path):
+            return None
+        raise CheckpointError(f"{path} cannot be read, it may be a link to nothing: {error}") from error
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is {kind_of(mode)}, not a file; put the checkpoint's file there")
     return path
 
 
-def _shard_names(index: Path) -> list[str]:
-    """Return the file names of an index, each once.
-
-    Raises:
-        CheckpointError: the index is not what it should be, or names a file outside of its folder.
-    """
-    try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not a checkpoint index: {error!r}") from error
+def _shards(source: Source, index: Path) -> WeightFiles:
+    """Return the files that an index names, each once."""
+    weight_map = read_weight_map(index)
+    names = sorted(set(weight_map.values()))
+    paths = []
     for name in names:
-        if not _is_plain_file_name(name):
-            raise CheckpointError(f"{index} names {name!r}: shards must be plain file names beside the index")
-        if not name.endswith(".safetensors"):
-            raise UnsupportedOption(f"{index} names {name!r}, which is not a safetensors file")
-    if not names:
-        raise CheckpointError(f"{index} names no files")
-    return names
-
-
-def _is_plain_file_name(name: object) -> bool:
-    """Return whether `name` names a file in the folder it is used in, on any system."""
-    if not isinstance(name, str) or not name.isprintable() or len(name.encode("utf-8", "replace")) > 255:
-        return False
-    return name not in ("", ".", "..") and Path(name).name == name and "\\" not in name
+        path = _find(source, name)
+        if path is None:
+            more = sum(not (index.parent / other).is_file() for other in names) - 1
+            others = f", nor are {more} others" if more and Path(source.location).is_dir() else ""
+            raise CheckpointError(
+                f"{source}: the index names {name}, which is not there{others}; fetch the checkpoint again"
+            )
+        paths.append(path)
+    return WeightFiles(paths, weight_map)

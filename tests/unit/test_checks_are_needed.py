@@ -1,0 +1,186 @@
+"""Negative controls of the checks on files: without any one of them, a hostile file is not refused as it should be.
+
+One at a time, each `if` that raises is switched off in the source, as is each part of a condition of several, each
+`except`, each hook of the JSON parser, and each call that is made only because it may raise.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import io
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shardwise.checkpoint import header, index, untrusted, weight_map
+from shardwise.checkpoint.files import WeightFiles
+from shardwise.errors import ShardwiseError
+from tests.hostile import HEADERS, INDEXES, Hostile, entry, packed
+from tests.hostile import weight_map as index_of
+
+MODULES = [untrusted, header, weight_map, index]
+FILE = Path("model.safetensors")
+
+
+# ---------------------------------------------------------------- what must be refused
+
+
+def _header(hostile: Hostile, folder: Path) -> None:
+    header.parse_header(FILE, io.BytesIO(hostile.content), len(hostile.content))
+
+
+def _header_of_size(content: bytes, size: int, folder: Path) -> None:
+    header.parse_header(FILE, io.BytesIO(content), size)
+
+
+def _weight_map(hostile: Hostile, folder: Path) -> None:
+    weight_map.parse_weight_map(FILE, hostile.content)
+
+
+def _pipe(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    index.read_header(folder / "pipe")
+
+
+def _long_index(folder: Path) -> None:
+    (folder / "index.json").touch()
+    os.truncate(folder / "index.json", untrusted.MAX_TEXT + 1)
+    weight_map.read_weight_map(folder / "index.json")
+
+
+def _two_shards(held: dict[str, str], folder: Path) -> None:
+    """Index tensors of two files, of which the index says that `a` is in `a` and `b` in `b`."""
+    for file, name in held.items():
+        (folder / file).write_bytes(packed({name: entry([1], 0, 4)}, 4))
+    index.read_index(WeightFiles([folder / file for file in held], {"a": "a", "b": "b"}))
+
+
+LONG = (header.MAX_TEXT + 1).to_bytes(8, "little")
+PROBES: list[tuple[str, Callable[[Path], None]]] = [
+    *((hostile.message, partial(_header, hostile)) for hostile in HEADERS),
+    *((hostile.message, partial(_weight_map, hostile)) for hostile in INDEXES),
+    ("are allowed", partial(_header_of_size, LONG, header.MAX_TEXT + 9)),
+    ("became shorter", partial(_header_of_size, packed({"a": entry([1], 0, 4)})[:20], 80)),
+    ("it is a pipe", _pipe),
+    ("No such file", lambda folder: index.read_header(folder / "missing")),
+    ("are allowed", _long_index),
+    ("not a safetensors file", partial(_weight_map, Hostile("", index_of(a="a.bin"), ""))),
+    ("disagree on 1 tensors", lambda folder: weight_map.check_weight_map({"a": "b"}, {})),
+    ("a is in a and again in b", partial(_two_shards, {"a": "a", "b": "a"})),
+    ("disagree on 2 tensors", partial(_two_shards, {"a": "b", "b": "a"})),
+]
+
+
+def is_refused(message: str, probe: Callable[[Path], None], folder: Path) -> bool:
+    """Return whether a probe ends in the refusal that it should."""
+    folder.mkdir()
+    try:
+        probe(folder)
+    except ShardwiseError as error:
+        return message in str(error)
+    except Exception:
+        return False  # a crash
+    return False
+
+
+def test_all_probes_are_refused(tmp_path: Path) -> None:
+    for number, (message, probe) in enumerate(PROBES):
+        assert is_refused(message, probe, tmp_path / str(number)), message
+
+
+# ---------------------------------------------------------------- what is left out
+
+
+def changes(tree: ast.Module) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    """Yield what can be left out, as a description and a change of the node of the same number."""
+    for number, node in enumerate(ast.walk(tree)):
+        for what, change in changes_of(node):
+            yield what, partial(_at, number, change)
+
+
+def _at(number: int, change: Callable[[Any], None], tree: ast.Module) -> None:
+    change(list(ast.walk(tree))[number])
+
+
+def changes_of(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise):
+        yield f"if {ast.unparse(node.test)}", lambda n: setattr(n, "test", ast.Constant(False))
+    elif isinstance(node, ast.BoolOp):
+        neutral = ast.Constant(isinstance(node.op, ast.And))
+        for part, value in enumerate(node.values):
+            yield f"part {ast.unparse(value)}", partial(lambda p, n: n.values.__setitem__(p, neutral), part)
+    elif isinstance(node, ast.ExceptHandler):
+        nothing = ast.Tuple([], ast.Load())
+        yield f"except {ast.unparse(node.type or nothing)}", lambda n: setattr(n, "type", nothing)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "json.loads":
+        for hook in range(len(node.keywords)):
+            yield f"hook {node.keywords[hook].arg}", partial(lambda h, n: n.keywords.pop(h), hook)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield f"call {ast.unparse(node)}", lambda n: setattr(n, "value", ast.Constant(None))
+
+
+NOT_CHECKS = [
+    "call os.close(descriptor)",
+    "call super().__init__(f'{what}; {fix}')",
+    "part isinstance(files, WeightFiles)",  # whether there is an index to check by
+    "part files.weight_map is not None",
+]
+
+
+def sources() -> Iterator[Any]:
+    """Yield every module with one check left out."""
+    for module in MODULES:
+        tree = tree_of(module)
+        for what, change in changes(tree):
+            if what not in NOT_CHECKS:
+                changed = copy.deepcopy(tree)
+                change(changed)
+                yield pytest.param(module, changed, id=f"{module.__name__.split('.')[-1]}: {what}")
+
+
+def tree_of(module: ModuleType) -> ast.Module:
+    return ast.parse(Path(str(module.__file__)).read_text("utf-8"))
+
+
+@pytest.fixture
+def replace(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, ast.Module], None]:
+    """Return what puts the functions of a source in place of those of its module, wherever they were imported."""
+
+    def put(module: ModuleType, source: ast.Module) -> None:
+        changed = ModuleType(module.__name__)
+        exec(compile(ast.fix_missing_locations(source), str(module.__file__), "exec"), vars(changed))
+        for user in MODULES:
+            for name, value in list(vars(changed).items()):
+                own = getattr(value, "__module__", None) == module.__name__
+                if own and hasattr(user, name) and name != "Invalid":
+                    monkeypatch.setattr(user, name, value)
+        if module is untrusted:  # the class stays the one that the other modules catch
+            vars(changed)["Invalid"] = untrusted.Invalid
+
+    return put
+
+
+def refusals(folder: Path) -> Iterator[bool]:
+    return (is_refused(*probe, folder / str(number)) for number, probe in enumerate(PROBES))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_all_probes_are_refused_where_nothing_is_left_out(
+    tmp_path: Path, replace: Callable[..., None], module: ModuleType
+) -> None:
+    replace(module, tree_of(module))
+    assert all(refusals(tmp_path))
+
+
+@pytest.mark.parametrize(("module", "source"), list(sources()))
+def test_check_that_is_left_out_is_missed(
+    tmp_path: Path, replace: Callable[..., None], module: ModuleType, source: ast.Module
+) -> None:
+    replace(module, source)
+    assert not all(refusals(tmp_path))
