@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 TP     ?= 2
 OUT    ?= demo-output
 
-.PHONY: setup demo test mutation lint format clean
+.PHONY: setup demo test mutation fuzz fuzz-guided lint format clean
 
 setup: $(VENV)/.ready
 
@@ -25,6 +25,15 @@ test: setup
 # Holds the static check against the whole record of wrong plans; tools/mutation/truth.py makes the record anew.
 mutation: setup
 	$(BIN)/python -m tools.mutation.report
+
+# Hostile files by the million, judged beside the safetensors library; the tests run a tenth of them.
+fuzz: setup
+	$(BIN)/python -m tools.fuzz --count 1000000 --seed 1 --record docs/fuzz.json
+
+# The same verdicts, on inputs that libFuzzer finds by what they reach in the code.
+fuzz-guided: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[fuzz]'
+	$(BIN)/python -m tools.fuzz.guided -max_total_time=600
 
 lint: setup
 	$(BIN)/ruff check .

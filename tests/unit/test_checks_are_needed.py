@@ -7,14 +7,12 @@ One at a time, each `if` that raises is switched off in the source, as is each p
 from __future__ import annotations
 
 import ast
-import copy
 import io
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -23,6 +21,7 @@ from shardwise.checkpoint.files import WeightFiles
 from shardwise.errors import ShardwiseError
 from tests.hostile import HEADERS, INDEXES, Hostile, entry, packed
 from tests.hostile import weight_map as index_of
+from tests.leaving_out import left_out, put, source_of
 
 MODULES = [untrusted, header, weight_map, index]
 FILE = Path("model.safetensors")
@@ -94,93 +93,28 @@ def test_all_probes_are_refused(tmp_path: Path) -> None:
         assert is_refused(message, probe, tmp_path / str(number)), message
 
 
-# ---------------------------------------------------------------- what is left out
-
-
-def changes(tree: ast.Module) -> Iterator[tuple[str, Callable[[Any], None]]]:
-    """Yield what can be left out, as a description and a change of the node of the same number."""
-    for number, node in enumerate(ast.walk(tree)):
-        for what, change in changes_of(node):
-            yield what, partial(_at, number, change)
-
-
-def _at(number: int, change: Callable[[Any], None], tree: ast.Module) -> None:
-    change(list(ast.walk(tree))[number])
-
-
-def changes_of(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
-    if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise):
-        yield f"if {ast.unparse(node.test)}", lambda n: setattr(n, "test", ast.Constant(False))
-    elif isinstance(node, ast.BoolOp):
-        neutral = ast.Constant(isinstance(node.op, ast.And))
-        for part, value in enumerate(node.values):
-            yield f"part {ast.unparse(value)}", partial(lambda p, n: n.values.__setitem__(p, neutral), part)
-    elif isinstance(node, ast.ExceptHandler):
-        nothing = ast.Tuple([], ast.Load())
-        yield f"except {ast.unparse(node.type or nothing)}", lambda n: setattr(n, "type", nothing)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "json.loads":
-        for hook in range(len(node.keywords)):
-            yield f"hook {node.keywords[hook].arg}", partial(lambda h, n: n.keywords.pop(h), hook)
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield f"call {ast.unparse(node)}", lambda n: setattr(n, "value", ast.Constant(None))
-
-
-NOT_CHECKS = [
-    "call os.close(descriptor)",
-    "call super().__init__(f'{what}; {fix}')",
-    "part isinstance(files, WeightFiles)",  # whether there is an index to check by
-    "part files.weight_map is not None",
-]
-
-
-def sources() -> Iterator[Any]:
-    """Yield every module with one check left out."""
-    for module in MODULES:
-        tree = tree_of(module)
-        for what, change in changes(tree):
-            if what not in NOT_CHECKS:
-                changed = copy.deepcopy(tree)
-                change(changed)
-                yield pytest.param(module, changed, id=f"{module.__name__.split('.')[-1]}: {what}")
-
-
-def tree_of(module: ModuleType) -> ast.Module:
-    return ast.parse(Path(str(module.__file__)).read_text("utf-8"))
-
-
-@pytest.fixture
-def replace(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, ast.Module], None]:
-    """Return what puts the functions of a source in place of those of its module, wherever they were imported."""
-
-    def put(module: ModuleType, source: ast.Module) -> None:
-        changed = ModuleType(module.__name__)
-        exec(compile(ast.fix_missing_locations(source), str(module.__file__), "exec"), vars(changed))
-        for user in MODULES:
-            for name, value in list(vars(changed).items()):
-                own = getattr(value, "__module__", None) == module.__name__
-                if own and hasattr(user, name) and name != "Invalid":
-                    monkeypatch.setattr(user, name, value)
-        if module is untrusted:  # the class stays the one that the other modules catch
-            vars(changed)["Invalid"] = untrusted.Invalid
-
-    return put
-
-
 def refusals(folder: Path) -> Iterator[bool]:
     return (is_refused(*probe, folder / str(number)) for number, probe in enumerate(PROBES))
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_all_probes_are_refused_where_nothing_is_left_out(
-    tmp_path: Path, replace: Callable[..., None], module: ModuleType
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
 ) -> None:
-    replace(module, tree_of(module))
+    put(monkeypatch, module, source_of(module))
     assert all(refusals(tmp_path))
 
 
-@pytest.mark.parametrize(("module", "source"), list(sources()))
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        pytest.param(module, source, id=f"{module.__name__.split('.')[-1]}: {what}")
+        for module in MODULES
+        for what, source in left_out(module).items()
+    ],
+)
 def test_check_that_is_left_out_is_missed(
-    tmp_path: Path, replace: Callable[..., None], module: ModuleType, source: ast.Module
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, source: ast.Module
 ) -> None:
-    replace(module, source)
+    put(monkeypatch, module, source)
     assert not all(refusals(tmp_path))

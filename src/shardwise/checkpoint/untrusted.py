@@ -73,7 +73,7 @@ def refuse_lfs_pointer(start: bytes) -> None:
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Return a JSON object, of which every name is given once.
 
-    An integer is one only if it is a natural number of at most 19 digits; any other number is a float.
+    A number is an integer only if it is natural and has at most 20 digits, as 64 bits do; any other is a float.
 
     Raises:
         Invalid: it is no such thing, or not UTF-8, or nested too deeply.
@@ -126,7 +126,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _natural(text: str) -> int | float:
-    return int(text) if text.isdigit() and len(text) < 20 else float(text)
+    return int(text) if text.isdigit() and len(text) <= 20 else float(text)
 
 
 def _refuse_constant(text: str) -> None:

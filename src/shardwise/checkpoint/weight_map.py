@@ -94,4 +94,4 @@ def _is_plain_file_name(name: object) -> bool:
     """Return whether `name` names a file in the folder it is used in, on any system."""
     if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > 255:
         return False
-    return name not in ("", ".", "..") and "/" not in name and "\\" not in name
+    return name not in ("", ".", "..") and not set("/\\:") & set(name)

@@ -1,0 +1,1 @@
+"""Checkpoint files made to be wrong, by the hundred thousand: what is refused, and what safetensors says of them."""
