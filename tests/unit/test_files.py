@@ -166,7 +166,8 @@ def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused_and_not_passed_over(
     tmp_path: Path, name: str, kind: str, message: str
 ) -> None:
-    put(tmp_path, SINGLE) if name == INDEX else None
+    if name == INDEX:
+        put(tmp_path, SINGLE)  # must not be taken instead
     path = tmp_path / name
     make = {
         "directory": path.mkdir,

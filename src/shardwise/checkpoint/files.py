@@ -120,7 +120,7 @@ def _regular_file(path: Path) -> Path | None:
     except OSError as error:
         if not os.path.lexists(path):
             return None
-        raise CheckpointError(f"{path} cannot be read, it may be a link to nothing: {error}") from error
+        raise CheckpointError(f"{path} may be a link to nothing: {error}; fetch it again") from error
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{path} is {kind_of(mode)}, not a file; put the checkpoint's file there")
     return path
