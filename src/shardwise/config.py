@@ -35,10 +35,12 @@ class TensorParallelConfig:
             fewer heads wait for the others, so a degree that divides is faster for its size.
         debug: Whether every forward compares the model's inputs over the ranks, and raises where they differ. The
             environment variable `SHARDWISE_DEBUG=1` asks for the same. One rank that asks is enough.
+        load_timeout: Seconds that a rank waits for the slowest one to download or read its files. The process
+            group's own time-out does not count meanwhile.
 
     Raises:
         ConfigError: `tp_degree` is not a positive integer, or `mesh` is not one-dimensional, or the two
-            disagree.
+            disagree, or `load_timeout` is no positive number.
     """
 
     tp_degree: int = 1
@@ -48,11 +50,14 @@ class TensorParallelConfig:
     shard_modulation: bool = True
     uneven: bool = False
     debug: bool = False
+    load_timeout: float = 7200.0
 
     def __post_init__(self) -> None:
         """Check the fields against each other; a mesh alone decides the degree."""
         if isinstance(self.tp_degree, bool) or not isinstance(self.tp_degree, int) or self.tp_degree < 1:
             raise ConfigError(f"tp_degree must be a positive integer, got {self.tp_degree!r}")
+        if isinstance(self.load_timeout, bool) or not 0 < self.load_timeout < float("inf"):
+            raise ConfigError(f"load_timeout must be a positive number of seconds, got {self.load_timeout!r}")
         if self.mesh is None:
             return
         if not isinstance(self.mesh, DeviceMesh):

@@ -41,7 +41,7 @@ class UnsupportedOperation(ShardwiseError, NotImplementedError):
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """Weight files that are missing, invalid, or do not fit the model."""
+    """Weight files that are missing, invalid, or do not fit the model; raised on every rank if on one."""
 
 
 class GroupError(ShardwiseError, RuntimeError):

@@ -151,20 +151,42 @@ def test_config_that_is_none_on_one_rank_is_an_error_there_and_a_short_wait_else
     assert first.startswith("RankFailure")
 
 
-def _slow_reader(folder: Path) -> str:
-    """Read longer on one rank than the process group's own time-out allows a collective to take."""
+def _slow(folder: Path, function: str, **options: Any) -> str:
+    """Take longer on one rank than the process group's own time-out allows a collective to take."""
     brief = dist.new_group(timeout=timedelta(seconds=2))
-    mesh = dist.DeviceMesh.from_group(brief, "cpu")
-    original = parallelism.load_tensors
+    config = TensorParallelConfig(mesh=dist.DeviceMesh.from_group(brief, "cpu"), **options)
+    original = getattr(parallelism, function)
 
     def slowly(*args: Any) -> Any:
         time.sleep(4 if dist.get_rank() == 1 else 0)
         return original(*args)
 
-    with mock.patch.object(parallelism, "load_tensors", slowly):
-        return _outcome(lambda: Mlp.from_pretrained(folder, parallel_config=TensorParallelConfig(mesh=mesh)))
+    with mock.patch.object(parallelism, function, slowly):
+        return _outcome(lambda: Mlp.from_pretrained(folder, parallel_config=config))
 
 
-def test_slow_rank_does_not_run_into_the_group_s_time_out(two_ranks: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["locate", "load_tensors"])
+def test_slow_rank_does_not_run_into_the_group_s_time_out(
+    two_ranks: Pool, tmp_path: Path, function: str
+) -> None:
     randomize(Mlp()).save_pretrained(tmp_path)
-    assert two_ranks.run(_slow_reader, tmp_path) == ["no error", "no error"]
+    assert two_ranks.run(_slow, tmp_path, function) == ["no error", "no error"]
+
+
+def _slow_collective() -> str:
+    brief = dist.new_group(timeout=timedelta(seconds=1))
+    time.sleep(3 if dist.get_rank() == 1 else 0)
+    return _outcome(lambda: dist.all_reduce(torch.ones(1), group=brief))
+
+
+def test_collective_after_such_a_wait_would_run_into_it(two_ranks: Pool) -> None:
+    assert "no error" not in two_ranks.run(_slow_collective)[0]
+
+
+def test_rank_slower_than_the_load_s_own_time_out_is_an_error_on_all(two_ranks: Pool, tmp_path: Path) -> None:
+    randomize(Mlp()).save_pretrained(tmp_path)
+    first, second = two_ranks.run(_slow, tmp_path, "load_tensors", load_timeout=1)
+    assert first.startswith("RankFailure: rank 1 of 2")
+    assert "did not answer within 0:00:01" in first
+    assert second.startswith("RankFailure: rank 0 of 2")
+    assert "has given up" in second

@@ -34,6 +34,13 @@ def test_L2_degree_that_is_no_positive_integer_is_refused(degree: object) -> Non
     assert str(caught.value) == f"tp_degree must be a positive integer, got {degree!r}"
 
 
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), True])
+def test_load_timeout_that_is_no_time_is_refused(seconds: float) -> None:
+    assert TensorParallelConfig(load_timeout=0.5).load_timeout == 0.5
+    with pytest.raises(ConfigError, match="load_timeout must be a positive number of seconds"):
+        TensorParallelConfig(load_timeout=seconds)
+
+
 @pytest.mark.parametrize("given", [{}, {"tp_degree": 4}])
 def test_L1_mesh_decides_the_degree(given: dict[str, int]) -> None:
     mesh = mesh_of(4)

@@ -8,8 +8,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.checkpoint.index import TensorEntry, read_header
-from shardwise.checkpoint.load import KeyReport, LoadReport, load_tensors, match_keys
+from shardwise.checkpoint.load import KeyReport, load_tensors, match_keys
 from shardwise.checkpoint.read import SliceReader
+from shardwise.checkpoint.report import LoadReport
 from shardwise.errors import CheckpointError
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import resolve
@@ -210,9 +211,9 @@ def load(
     save_file(stored, file)
     index = read_header(file)
     keys = match_keys(model, index)
-    with SliceReader(rank, 2, torch.device("cpu")) as reader:
-        resolved = resolve(model, plan, 2 if plan else 1)
-        tensors, report = load_tensors(model, index, keys, resolved, reader, lambda n, s, b: s)
+    reader = SliceReader(rank, 2, torch.device("cpu"))
+    resolved = resolve(model, plan, 2 if plan else 1)
+    tensors, report = load_tensors(model, index, keys, resolved, reader, lambda n, s, b: s)
     return tensors, report, keys
 
 

@@ -2,9 +2,9 @@
 
 import errno
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.checkpoint import read
+from shardwise.checkpoint import read, read_plan, staging
 from shardwise.checkpoint.index import TensorEntry, read_header
-from shardwise.checkpoint.read import SliceReader, runs
+from shardwise.checkpoint.read import SliceReader, stamp
+from shardwise.checkpoint.read_plan import Wanted
+from shardwise.checkpoint.report import LoadReport
 from shardwise.errors import CheckpointError
 from shardwise.plan.layout import Layout, Replicated, Shard
 
@@ -80,42 +82,8 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 def read_one(
     entry: TensorEntry, layout: Layout, rank: int, degree: int, dtype: torch.dtype
 ) -> tuple[Tensor, int]:
-    with SliceReader(rank, degree, CPU) as reader:
-        return reader.read("x", entry, layout, dtype), reader.bytes_read
-
-
-# ---------------------------------------------------------------- runs
-
-
-@pytest.mark.parametrize(("shape", "layout"), LAYOUTS)
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_runs_spell_the_bytes_of_the_slice_in_order(
-    tmp_path: Path, shape: tuple[int, ...], layout: Layout, degree: int
-) -> None:
-    whole = random_tensor(shape)
-    entry = store(tmp_path, x=whole)["x"]
-    raw = entry.file.read_bytes()
-    for rank in range(degree):
-        spelled = b"".join(raw[start : start + length] for start, length in runs(entry, layout, rank, degree))
-        assert spelled == cut(whole, layout, rank, degree).contiguous().numpy().tobytes()
-
-
-@pytest.mark.parametrize(
-    ("shape", "layout", "count"),
-    [
-        ((8, 6), Shard(0, (8,)), 1),
-        ((8, 6), Shard(0, (4, 4)), 2),
-        ((5, 8), Shard(1, (8,)), 5),
-        ((5, 8), Shard(1, (4, 4)), 10),
-        ((2, 5, 8), Shard(2, (8,)), 10),
-        ((8, 6), Replicated(), 1),
-    ],
-)
-def test_runs_are_one_for_each_block_and_row_before_the_dim(
-    shape: tuple[int, ...], layout: Layout, count: int
-) -> None:
-    entry = TensorEntry(Path("x"), torch.float32, shape, 100, 4 * prod(shape))
-    assert len(list(runs(entry, layout, 1, 2))) == count
+    tensors, report = SliceReader(rank, degree, CPU).read({"x": Wanted(entry, layout, dtype)})
+    return tensors["x"], report.bytes_read
 
 
 # ---------------------------------------------------------------- numbers
@@ -171,8 +139,7 @@ def test_numbers_that_are_not_finite_arrive(tmp_path: Path, dtype: torch.dtype) 
 @pytest.fixture(params=[8, 16, 24, 40, 4096], ids=lambda size: f"scratch-{size}")
 def scratch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A scratch buffer of a few numbers, so that its borders fall inside runs, between them, and beyond all."""
-    monkeypatch.setattr(read, "_CAST_SCRATCH", request.param)
-    monkeypatch.setattr(read, "_DEVICE_SCRATCH", request.param)
+    monkeypatch.setattr(read, "stage_for", lambda device: staging.Scratch(request.param))
     return request.param
 
 
@@ -189,34 +156,13 @@ def test_cast_is_right_wherever_the_scratch_buffer_ends(
         assert bytes_read == expected.nbytes
 
 
-class Device:
-    """Stands for an accelerator: says so, and takes part in nothing else."""
-
-    type = "cuda"
-
-
-@pytest.mark.parametrize(("shape", "layout"), LAYOUTS)
-def test_transfer_to_another_device_is_right_wherever_the_scratch_buffer_ends(
-    tmp_path: Path, scratch: int, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], layout: Layout
-) -> None:
-    whole = random_tensor(shape)
-    entry = store(tmp_path, x=whole)["x"]
-    allocated = allocations(monkeypatch)
-    with SliceReader(1, 2, Device()) as reader:
-        actual = reader.read("x", entry, layout, torch.float32)
-    assert same(actual, cut(whole, layout, 1, 2))
-    assert allocated[0] == actual.nbytes
-    assert len(allocated) == 2  # the bytes pass through the CPU
-    assert allocated[1] <= scratch
-
-
 def allocations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note the bytes of everything that the reader allocates; it may only use `torch.empty`, on the CPU here."""
+    """Note the bytes of everything that is allocated; reading may only use `torch.empty`."""
     sizes: list[int] = []
     empty = torch.empty
 
-    def noted(shape: Any, *, dtype: torch.dtype, device: object = None) -> Tensor:
-        tensor = empty(shape, dtype=dtype)
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = empty(*args, **kwargs)
         sizes.append(tensor.nbytes)
         return tensor
 
@@ -232,20 +178,62 @@ def test_L4_reading_takes_the_slice_and_one_small_buffer(
     allocated = allocations(monkeypatch)
     actual, _ = read_one(entry, Shard(1, (32, 32)), 1, 4, dtype)
     assert allocated[0] == actual.nbytes
-    assert sum(allocated[1:]) <= (0 if dtype == torch.float32 else scratch)
+    assert max(allocated[1:], default=0) <= (0 if dtype == torch.float32 else scratch)
 
 
-# ---------------------------------------------------------------- several tensors and files
+# ---------------------------------------------------------------- several tensors, files and threads
 
 
-def test_bytes_read_add_up_over_tensors(tmp_path: Path) -> None:
-    whole = {"a": random_tensor((8, 6)), "b": random_tensor((5, 8)), "c": random_tensor((7,))}
-    index = store(tmp_path, **whole)
-    layouts = {"a": Shard(0, (4, 4)), "b": Shard(1, (8,)), "c": Replicated()}
-    with SliceReader(3, 4, CPU) as reader:
-        for name, layout in layouts.items():
-            reader.read(name, index[name], layout, torch.float32)
-        assert reader.bytes_read == 4 * (8 * 6 // 4 + 5 * 8 // 4 + 7)
+@pytest.fixture(params=[1, 3], ids=["1-thread", "3-threads"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SliceReader:
+    """The last of four ranks, with reads of a few bytes so that there is work for all its threads."""
+    monkeypatch.setattr(read_plan, "CHUNK", 64)
+    return SliceReader(3, 4, CPU, threads=request.param)
+
+
+def several(folder: Path) -> tuple[dict[str, Tensor], dict[str, Wanted]]:
+    """Write tensors of each kind to two files; the first holds small neighbours, some of another dtype."""
+    layouts = {"a": Shard(0, (4, 4)), "b": Shard(1, (8,)), "d": Shard(1, (4, 12)), "e": Shard(0, (64,))}
+    first = {name: random_tensor((7,), seed=i) for i, name in enumerate("cfgh")}
+    first |= {
+        "half": random_tensor((7,), torch.bfloat16),
+        "a": random_tensor((8, 6)),
+        "b": random_tensor((5, 8)),
+    }
+    second = {"d": random_tensor((9, 16)), "e": random_tensor((64, 4)), "i": random_tensor((3,), torch.int64)}
+    wanted: dict[str, Wanted] = {}
+    for name, tensors in {"first": first, "second": second}.items():
+        (folder / name).mkdir()
+        index = store(folder / name, **tensors)
+        wanted |= {
+            key: Wanted(
+                index[key], layouts.get(key, Replicated()), torch.bfloat16 if key in "ade" else t.dtype
+            )
+            for key, t in tensors.items()
+        }
+    return first | second, wanted
+
+
+def test_tensors_of_several_files_are_read_by_any_number_of_threads(
+    tmp_path: Path, reader: SliceReader
+) -> None:
+    whole, wanted = several(tmp_path)
+    tensors, report = reader.read(wanted)
+    expected = {key: cut(tensor, wanted[key].layout, 3, 4) for key, tensor in whole.items()}
+    assert tensors.keys() == expected.keys()
+    assert all(same(tensors[key], expected[key].to(wanted[key].dtype)) for key in expected)
+    assert report.bytes_read == sum(tensor.nbytes for tensor in expected.values())
+    assert report.file_bytes == sum(tensor.nbytes for tensor in whole.values())
+    assert report.threads == reader.threads
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path, reader: SliceReader) -> None:
+    told: list[tuple[int, int]] = []
+    reader.progress = lambda arrived, total: told.append((arrived, total))
+    _, report = reader.read(several(tmp_path)[1])
+    assert sum(arrived for arrived, _ in told) == report.bytes_read
+    assert {total for _, total in told} == {report.bytes_read}
+    assert len(told) > 5
 
 
 def test_L4_ranks_together_read_a_sharded_tensor_once(tmp_path: Path) -> None:
@@ -255,28 +243,55 @@ def test_L4_ranks_together_read_a_sharded_tensor_once(tmp_path: Path) -> None:
     assert len(set(read_by)) == 1
 
 
-def test_tensors_of_several_files_are_each_read_from_their_own(tmp_path: Path) -> None:
-    for i in (1, 2):
-        (tmp_path / str(i)).mkdir()
-    whole = [random_tensor((8, 4), seed=i) for i in (1, 2)]
-    entries = [store(tmp_path / str(i), x=tensor)["x"] for i, tensor in zip((1, 2), whole, strict=True)]
-    with SliceReader(0, 2, CPU) as reader:
-        for entry, tensor in zip(entries * 2, whole * 2, strict=True):
-            assert same(reader.read("x", entry, Shard(0, (8,)), torch.float32), tensor[:4])
-
-
-def test_files_are_opened_once_and_closed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_opened_once_by_a_thread_and_closed_at_the_end(
+    tmp_path: Path, reader: SliceReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = several(tmp_path)[1]
     opened: list[int] = []
     open_file = os.open
-    entry = store(tmp_path, x=random_tensor((8, 4)))["x"]
-    monkeypatch.setattr(os, "open", lambda *args: opened.append(open_file(*args)) or opened[-1])
-    with SliceReader(0, 2, CPU) as reader:
-        for _ in range(3):
-            reader.read("x", entry, Shard(0, (8,)), torch.float32)
-        (descriptor,) = opened
-        os.fstat(descriptor)
-    with pytest.raises(OSError):
-        os.fstat(descriptor)
+    monkeypatch.setattr(
+        os, "open", lambda *args, **rest: opened.append(open_file(*args, **rest)) or opened[-1]
+    )
+    before = set(os.listdir("/proc/self/fd"))
+    reader.read(wanted)
+    assert 4 <= len(opened) <= 2 * (reader.threads + 1)  # one more looks for what is in memory
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("error", [CheckpointError, MemoryError, KeyboardInterrupt])
+def test_first_failure_of_a_thread_ends_all_and_is_raised(
+    tmp_path: Path, reader: SliceReader, error: type[BaseException]
+) -> None:
+    told: list[int] = []
+
+    def fail(arrived: int, total: int) -> None:
+        told.append(arrived)
+        if len(told) == 2:
+            raise error("made to fail")
+
+    reader.progress = fail
+    with pytest.raises(error, match="made to fail"):
+        reader.read(several(tmp_path)[1])
+    assert len(told) <= 2 + reader.threads
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 4), (2, 4), (4, 2), (8, 1), (16, 1)])
+def test_threads_are_a_share_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(read_plan, "CHUNK", 8)
+    entry = store(tmp_path, x=random_tensor((64,)))["x"]
+    reader = SliceReader(0, 1, CPU, neighbours=range(ranks))
+    assert reader.read({"x": Wanted(entry, Replicated(), torch.float32)})[1].threads == threads
+
+
+def test_report_says_what_was_read_and_how_fast() -> None:
+    report = LoadReport(1_240_000_000, 3_620_000_000, 0.4, threads=2, staging_bytes=2**21, cold=True)
+    assert report.gb_per_s == pytest.approx(3.1)
+    text = "1.24 of 3.62 GB in 0.40 s (3.10 GB/s, cold, 2 threads, 2.1 MB of staging)"
+    assert str(report) == text
+    assert LoadReport(0, 0, 0.0).gb_per_s == 0
 
 
 # ---------------------------------------------------------------- files that are not as they were
@@ -296,23 +311,42 @@ def refused(entry: TensorEntry, *words: str) -> Iterator[None]:
 def test_file_that_shrinks_after_it_was_opened_is_an_error(
     tmp_path: Path, dtype: torch.dtype, layout: Layout, missing: int
 ) -> None:
-    index = store(tmp_path, a=random_tensor((3,)), x=random_tensor((12, 6)))
-    entry = index["x"]
-    with refused(entry, "x", "truncated"), SliceReader(1, 2, CPU) as reader:
-        reader.read("a", index["a"], Replicated(), torch.float32)
-        os.truncate(entry.file, entry.offset + entry.nbytes - missing)
-        reader.read("x", entry, layout, dtype)
-
-
-@pytest.mark.parametrize("change", ["rewritten", "grown"])
-def test_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, change: str) -> None:
     entry = store(tmp_path, x=random_tensor((12, 6)))["x"]
-    with refused(entry, "was changed while it was read"), SliceReader(1, 2, CPU) as reader:
-        reader.read("x", entry, Replicated(), torch.float32)
-        with entry.file.open("r+b") as stream:
-            stream.seek(0, os.SEEK_SET if change == "rewritten" else os.SEEK_END)
-            stream.write(b"\0")
-        os.utime(entry.file, ns=(0, 0))  # whatever the clock's resolution
+    os.truncate(entry.file, entry.offset + entry.nbytes - missing)
+    with refused(entry, "x", "truncated"):
+        read_one(entry, layout, 1, 2, dtype)
+
+
+def change(file: Path, how: str) -> None:
+    if how == "replaced":
+        other = file.with_name("other")
+        other.write_bytes(file.read_bytes())
+        os.utime(other, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+        other.rename(file)
+        return
+    with file.open("r+b") as stream:
+        stream.seek(0, os.SEEK_SET if how == "rewritten" else os.SEEK_END)
+        stream.write(b"\0")
+    os.utime(file, ns=(0, 0))  # whatever the clock's resolution
+
+
+@pytest.mark.parametrize("how", ["rewritten", "grown"])
+def test_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, how: str) -> None:
+    entry = store(tmp_path, x=random_tensor((12, 6)))["x"]
+    reader = SliceReader(1, 2, CPU, progress=lambda arrived, total: change(entry.file, how))
+    with refused(entry, "was changed while it was read"):
+        reader.read({"x": Wanted(entry, Replicated(), torch.float32)})
+
+
+@pytest.mark.parametrize("how", ["rewritten", "grown", "replaced"])
+def test_file_that_changed_after_its_header_was_read_is_an_error(tmp_path: Path, how: str) -> None:
+    entry = store(tmp_path, x=random_tensor((12, 6)))["x"]
+    stamps = {entry.file: stamp(entry.file.stat())}
+    wanted = {"x": Wanted(entry, Replicated(), torch.float32)}
+    SliceReader(0, 2, CPU, stamps=stamps).read(wanted)
+    change(entry.file, how)
+    with refused(entry, "was changed while it was read"):
+        SliceReader(0, 2, CPU, stamps=stamps).read(wanted)
 
 
 def test_slice_that_lies_before_the_end_of_a_truncated_file_is_read(tmp_path: Path) -> None:
@@ -332,7 +366,9 @@ def test_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
 
 
 def test_failing_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> int:
+    def fail(file: int, targets: Any, offset: int, flags: int = 0) -> int:
+        if flags:  # the question what is in memory
+            return 1
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     entry = store(tmp_path, x=random_tensor((4,)))["x"]
@@ -352,8 +388,22 @@ def test_reads_that_come_back_short_are_continued(
     monkeypatch.setattr(
         os,
         "preadv",
-        lambda file, targets, offset: positional_read(file, [targets[0][:at_most]], offset),
+        lambda file, targets, offset, *flags: positional_read(file, [targets[0][:at_most]], offset, *flags),
     )
     actual, bytes_read = read_one(entry, Shard(1, (4, 8)), 1, 2, dtype)
     assert same(actual, cut(whole, Shard(1, (4, 8)), 1, 2).to(dtype))
     assert bytes_read == 6 * 6 * 4
+
+
+def test_signals_do_not_disturb_reading(tmp_path: Path) -> None:
+    whole, heard = random_tensor((3000, 64)), []
+    entry = store(tmp_path, x=whole)["x"]
+    before = signal.signal(signal.SIGALRM, lambda *_: heard.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        actual, _ = read_one(entry, Shard(1, (32, 32)), 1, 4, torch.float32)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert same(actual, cut(whole, Shard(1, (32, 32)), 1, 4))
+    assert heard

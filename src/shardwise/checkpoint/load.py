@@ -6,19 +6,23 @@ called here: the callers agree before and after.
 
 from __future__ import annotations
 
+import logging
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.read import SliceReader
+from shardwise.checkpoint.read_plan import Wanted
+from shardwise.checkpoint.report import LoadReport
 from shardwise.errors import CheckpointError
 from shardwise.plan.resolve import ResolvedPlan
+
+logger = logging.getLogger(__name__)
 
 DtypeRule = Callable[[str, torch.dtype, torch.dtype], torch.dtype]
 """(name, dtype in the file, dtype in the model) -> dtype on the device."""
@@ -57,17 +61,6 @@ class KeyReport:
             listing = "\n".join(lines)
             hint = "is it the checkpoint of this model class and configuration?"
             raise CheckpointError(f"{subject}: {len(lines)} weights do not fit the model; {hint}\n{listing}")
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What one rank read to load its part of a model."""
-
-    bytes_read: int
-    """Bytes of tensor data."""
-    file_bytes: int
-    """Bytes of tensor data in the whole checkpoint."""
-    seconds: float
 
 
 def match_keys(
@@ -121,24 +114,28 @@ def load_tensors(
     Tensors that share a key share memory. Buffers that no checkpoint holds come back on the reader's device.
 
     Raises:
-        CheckpointError: a file cannot be read or ends early.
+        CheckpointError: a file cannot be read, ends early or has changed.
     """
-    start = time.perf_counter()
     tensors = model.state_dict(keep_vars=True)
-    loaded: dict[str, Tensor] = {}
-    by_key: dict[str, Tensor] = {}
-    # In file order, so that ranks that read the same file find each other's pages in the cache.
-    for name in sorted(
-        keys.sources, key=lambda n: (index[keys.sources[n]].file, index[keys.sources[n]].offset)
-    ):
-        key, old = keys.sources[name], tensors[name]
-        if key not in by_key:
-            entry = index[key]
-            data = reader.read(key, entry, plan.layout(name), dtype(name, entry.dtype, old.dtype))
-            is_parameter = isinstance(old, nn.Parameter)
-            by_key[key] = nn.Parameter(data, old.requires_grad) if is_parameter else data
-        loaded[name] = by_key[key]
+    wanted: dict[str, Wanted] = {}
+    holders: dict[str, Tensor] = {}
+    for name, key in keys.sources.items():
+        if key not in wanted:
+            entry, holders[key] = index[key], tensors[name]
+            wanted[key] = Wanted(entry, plan.layout(name), dtype(name, entry.dtype, tensors[name].dtype))
+    slices, report = reader.read(wanted)
+    by_key = {key: _like(holders[key], data) for key, data in slices.items()}
+    loaded = {name: by_key[key] for name, key in keys.sources.items()}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         loaded.setdefault(name, buffer.to(reader.device))
-    total = sum(entry.nbytes for entry in index.values())
-    return loaded, LoadReport(reader.bytes_read, total, time.perf_counter() - start)
+    report = replace(report, file_bytes=sum(entry.nbytes for entry in index.values()))
+    logger.debug(
+        "%s: %s; reading took %.2f s and converting %.2f s, over all threads",
+        *(type(model).__name__, report, report.read_seconds, report.convert_seconds),
+    )
+    return loaded, report
+
+
+def _like(old: Tensor, data: Tensor) -> Tensor:
+    """Return `data` as what the model holds in its place: a parameter, or a buffer."""
+    return nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data

@@ -1,162 +1,299 @@
-"""Reads this rank's bytes of a tensor: positional reads, straight into the tensor where nothing is converted.
+"""Reads what a plan says: positional reads, straight into the tensors where nothing is converted.
 
 Never maps a file (a mapped file that shrinks kills the process; a short read is an exception) and never
 holds more of a tensor than this rank's slice. Where the dtype or the device differ, the bytes pass through
-one small scratch buffer.
+a small stage. Calls no collective: ranks read at their own speed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from math import prod
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.index import TensorEntry
+from shardwise.checkpoint.ahead import ReadAhead, is_cold, window_for
+from shardwise.checkpoint.read_plan import Read, ReadPlan, Wanted, needed_ranges, plan_reads
+from shardwise.checkpoint.report import LoadReport
+from shardwise.checkpoint.staging import Copy, Stage, stage_for
 from shardwise.errors import CheckpointError
-from shardwise.plan.layout import Layout, Shard
 
-_CAST_SCRATCH = 2**20  # fits a core's cache: a cast through 64 MiB takes 2.3 times as long
-_DEVICE_SCRATCH = 16 * 2**20
+_T = TypeVar("_T")
 
-Run = tuple[int, int]
-"""A run of bytes in a file: offset and length."""
+MAX_THREADS = 4
 
+Stamp = tuple[int, int, int]
+"""What changes when a file is written to or replaced: its size, the time of its last change, its number."""
 
-def runs(entry: TensorEntry, layout: Layout, rank: int, degree: int) -> Iterator[Run]:
-    """Yield where the bytes of a rank's slice are, in the order in which they stand in the slice.
-
-    A slice along dim 0 is one run for each block; along a later dim it is one for each row and block.
-    """
-    if not isinstance(layout, Shard):
-        yield entry.offset, entry.nbytes
-        return
-    inner = prod(entry.shape[layout.dim + 1 :]) * entry.dtype.itemsize
-    pitch = entry.shape[layout.dim] * inner
-    spans = [(span.start * inner, span.length * inner) for span in layout.spans(rank, degree)]
-    for row in range(prod(entry.shape[: layout.dim])):
-        for start, length in spans:
-            yield entry.offset + row * pitch + start, length
+Progress = Callable[[int, int], object]
+"""Called with the number of bytes that have just arrived and of all that will, by one thread at a time."""
 
 
-class _OpenFile(NamedTuple):
-    descriptor: int
-    stamp: tuple[int, int]
+def stamp(status: os.stat_result) -> Stamp:
+    """Return the stamp of a file."""
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _stamp(descriptor: int) -> tuple[int, int]:
-    """Return what changes when a file is written to: its size, and the time of the last change."""
-    status = os.fstat(descriptor)
-    return status.st_size, status.st_mtime_ns
-
-
+@dataclass
 class SliceReader:
-    """Reads slices of safetensors files. Use it as a context manager: it keeps the files open.
+    """Reads one rank's slices of a checkpoint's tensors onto its device.
 
-    Attributes:
-        bytes_read: Bytes of tensor data read so far.
+    Args:
+        rank: The rank's coordinate, of `degree`.
+        degree: Number of ranks.
+        device: Where the slices go.
+        neighbours: The coordinates of the ranks on this rank's node, this rank's among them. They share the cores,
+            and the work of bringing cold files in.
+        stamps: What the files were when their headers were read; by default what they are when they are opened.
+        progress: Told of bytes as they arrive.
+        threads: Number of reading threads; by default this rank's share of the cores, from 1 to 4.
+    """
+
+    rank: int
+    degree: int
+    device: torch.device
+    neighbours: Sequence[int] = ()
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict)
+    progress: Progress | None = None
+    threads: int | None = None
+
+    def read(self, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Tensor], LoadReport]:
+        """Return this rank's slice of each of the `wanted` tensors, by key, and what it took.
+
+        Raises:
+            CheckpointError: a file cannot be read, ends early, or has changed since its header was read.
+        """
+        start = time.perf_counter()
+        plan = plan_reads(wanted, self.rank, self.degree)
+        tensors = {
+            key: torch.empty(want.local_shape(self.rank, self.degree), dtype=want.dtype, device=self.device)
+            for key, want in wanted.items()
+        }
+        threads = max(1, min(self.threads or self._share_of_the_cores(), len(plan.reads)))
+        with ExitStack() as stack:
+            ahead = self._read_ahead(plan, wanted)
+            queue = _Queue(plan, self.progress, stack.enter_context(ahead).reached if ahead else None)
+            lanes = [_Lane(tensors, wanted, self.device, self.stamps) for _ in range(threads)]
+            _run(lanes, queue)
+        return tensors, LoadReport(
+            bytes_read=plan.nbytes,
+            file_bytes=sum(want.entry.nbytes for want in wanted.values()),
+            seconds=time.perf_counter() - start,
+            read_seconds=sum(lane.read_seconds for lane in lanes),
+            convert_seconds=sum(lane.convert_seconds for lane in lanes),
+            threads=threads,
+            staging_bytes=sum(lane.staging_bytes for lane in lanes),
+            cold=ahead is not None,
+        )
+
+    def _share_of_the_cores(self) -> int:
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        return min(MAX_THREADS, cores // max(1, len(self.neighbours)))
+
+    def _read_ahead(self, plan: ReadPlan, wanted: Mapping[str, Wanted]) -> ReadAhead | None:
+        """Return what brings the node's files in, or None if this rank's part of them is in memory."""
+        with _Files(self.stamps) as files:
+            if not is_cold(plan.reads, files.open):
+                return None
+        ranks = sorted({*self.neighbours, self.rank})
+        everyone = (plan if rank == self.rank else plan_reads(wanted, rank, self.degree) for rank in ranks)
+        return ReadAhead(needed_ranges(everyone), ranks.index(self.rank), len(ranks), window_for(len(ranks)))
+
+
+class _Queue:
+    """Reads to be done, taken one by one in file order by several threads; the first failure ends all."""
+
+    def __init__(
+        self, plan: ReadPlan, progress: Progress | None, begun: Callable[[Read], None] | None
+    ) -> None:
+        self._reads, self._progress, self._begun = iter(plan.reads), progress, begun
+        self._total = plan.nbytes
+        self._lock = Lock()
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[Read]:
+        while (read := self._take()) is not None:
+            yield read
+            self._done(read)
+
+    def fail(self, error: BaseException) -> None:
+        """Let no thread take another read."""
+        with self._lock:
+            self.error = self.error or error
+
+    def _take(self) -> Read | None:
+        with self._lock:
+            read = next(self._reads, None) if self.error is None else None
+        if read is not None and self._begun is not None:
+            self._begun(read)
+        return read
+
+    def _done(self, read: Read) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._progress(read.nbytes, self._total)
+
+
+class _Files:
+    """The files that one thread has open: the system reads ahead by descriptor, and for one stream on each.
 
     Raises:
         CheckpointError: at the end, if a file was written to in the meantime.
     """
 
-    def __init__(self, rank: int, degree: int, device: torch.device) -> None:
-        self.rank, self.degree, self.device = rank, degree, device
-        self.bytes_read = 0
-        self._files: dict[Path, _OpenFile] = {}
+    def __init__(self, stamps: Mapping[Path, Stamp]) -> None:
+        self._stamps = dict(stamps)
+        self._descriptors: dict[Path, int] = {}
 
-    def __enter__(self) -> SliceReader:
+    def __enter__(self) -> _Files:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        changed = [file for file, opened in self._files.items() if _stamp(opened.descriptor) != opened.stamp]
-        for opened in self._files.values():
-            os.close(opened.descriptor)
-        self._files.clear()
-        if changed and error is None:
-            raise CheckpointError(f"{changed[0]} was changed while it was read")
-
-    def read(self, name: str, entry: TensorEntry, layout: Layout, dtype: torch.dtype) -> Tensor:
-        """Return this rank's slice of one tensor on the reader's device, as `dtype`.
-
-        Raises:
-            CheckpointError: the file ends early or cannot be read.
-        """
-        shape = layout.local_shape(entry.shape, self.rank, self.degree)
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        pieces = runs(entry, layout, self.rank, self.degree)
-        if self.device.type == "cpu" and dtype == entry.dtype:
-            self._fill(name, entry.file, pieces, _bytes(tensor))
-        else:
-            self._fill_converted(name, entry, pieces, tensor)
-        return tensor
-
-    def _fill_converted(self, name: str, entry: TensorEntry, pieces: Iterator[Run], tensor: Tensor) -> None:
-        """Read into `tensor` through a scratch buffer of the file's dtype."""
-        limit = _CAST_SCRATCH if self.device.type == "cpu" else _DEVICE_SCRATCH
-        scratch = torch.empty(min(limit, tensor.numel() * entry.dtype.itemsize), dtype=torch.uint8)
-        flat, done = tensor.view(-1), 0
-        for batch, size in _batches(pieces, scratch.numel()):
-            self._fill(name, entry.file, iter(batch), _bytes(scratch[:size]))
-            count = size // entry.dtype.itemsize
-            flat[done : done + count].copy_(scratch[:size].view(entry.dtype))
-            done += count
-
-    def _fill(self, name: str, file: Path, pieces: Iterator[Run], target: memoryview) -> None:
-        """Read the pieces one after another into `target`."""
-        descriptor, position = self._open(file), 0
-        for offset, length in pieces:
-            end = position + length
-            while position < end:
-                got = self._read_once(name, file, descriptor, target[position:end], offset)
-                position, offset = position + got, offset + got
-            self.bytes_read += length
-
-    def _read_once(self, name: str, file: Path, descriptor: int, target: memoryview, offset: int) -> int:
         try:
-            got = os.preadv(descriptor, [target], offset)
-        except OSError as error:
-            raise CheckpointError(f"{file}: reading {name} at byte {offset} failed: {error}") from error
-        if got == 0:
-            raise CheckpointError(
-                f"{file} ends at byte {offset}, in the middle of {name} ({len(target)} bytes missing): "
-                "the file has changed or is truncated"
-            )
-        return got
+            if error is None:
+                for file, descriptor in self._descriptors.items():
+                    self._check(file, descriptor)
+        finally:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
 
-    def _open(self, file: Path) -> int:
-        if file not in self._files:
+    def open(self, file: Path) -> int:
+        """Return a descriptor of a file, the same at each call."""
+        if file not in self._descriptors:
             try:
                 descriptor = os.open(file, os.O_RDONLY)
             except OSError as error:
                 raise CheckpointError(f"{file} cannot be opened: {error}") from error
-            self._files[file] = _OpenFile(descriptor, _stamp(descriptor))
-        return self._files[file].descriptor
+            self._descriptors[file] = descriptor
+            self._check(file, descriptor)
+        return self._descriptors[file]
+
+    def _check(self, file: Path, descriptor: int) -> None:
+        now = stamp(os.fstat(descriptor))
+        if self._stamps.setdefault(file, now) != now:
+            raise CheckpointError(f"{file} was changed while it was read")
+
+
+class _Lane:
+    """One thread's way through the queue: its open files, its stage, and its times."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        wanted: Mapping[str, Wanted],
+        device: torch.device,
+        stamps: Mapping[Path, Stamp],
+    ) -> None:
+        self._tensors, self._wanted, self._device = tensors, wanted, device
+        self._files = _Files(stamps)
+        self._stage: Stage | None = None
+        self.read_seconds = self.convert_seconds = 0.0
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._stage.nbytes if self._stage is not None else 0
+
+    @torch.no_grad()
+    def run(self, queue: _Queue) -> None:
+        """Do reads until the queue is empty or has failed."""
+        try:
+            with self._files:
+                for read in queue:
+                    self._do(read)
+                if self._stage is not None:
+                    self._convert(self._stage.finish)
+        except BaseException as error:
+            queue.fail(error)
+
+    def _do(self, read: Read) -> None:
+        key = read.places[0].key
+        tensor, dtype = self._tensors[key], self._wanted[key].entry.dtype
+        if len(read.places) == 1 and self._device.type == "cpu" and tensor.dtype == dtype:
+            self._fill(read, _bytes(tensor)[read.places[0].start :])
+            return
+        if self._stage is None:
+            self._stage = stage_for(self._device)
+        for part in read.parts(self._stage.limit):
+            room = self._convert(self._stage.room, part.nbytes)
+            self._fill(part, _bytes(room))
+            self._convert(self._stage.deliver, self._copies(part, room))
+
+    def _copies(self, read: Read, room: Tensor) -> list[Copy]:
+        """Return what goes where of the bytes of a read, which are packed in `room`."""
+        copies, done = [], 0
+        for place in read.places:
+            dtype = self._wanted[place.key].entry.dtype
+            source = room[done : done + place.nbytes].view(dtype)
+            target = self._tensors[place.key].view(-1)
+            copies.append((target.narrow(0, place.start // dtype.itemsize, len(source)), source))
+            done += place.nbytes
+        return copies
+
+    def _fill(self, read: Read, target: memoryview) -> None:
+        """Read the runs one after another into `target`."""
+        begun = time.perf_counter()
+        descriptor, preadv, position, base = self._files.open(read.file), os.preadv, 0, read.offset
+        try:
+            # The system call of a short row takes less than a microsecond: a generator of runs would add a third to
+            # it. A call that a signal interrupts is repeated by Python.
+            for base in read.bases:
+                for start, length in read.segments:
+                    end = position + length
+                    got = preadv(descriptor, (target[position:end],), base + start)
+                    if got != length:
+                        self._go_on(descriptor, read, target[position:end], base + start, got)
+                    position = end
+        except OSError as error:
+            name = read.places[0].key
+            raise CheckpointError(
+                f"{read.file}: reading {name} at byte {base} or behind it failed: {error}"
+            ) from error
+        self.read_seconds += time.perf_counter() - begun
+
+    def _go_on(self, descriptor: int, read: Read, target: memoryview, offset: int, got: int) -> None:
+        """Complete a run of which only the first `got` bytes have come."""
+        done = got
+        while done < len(target):
+            if got == 0:
+                raise CheckpointError(
+                    f"{read.file} ends at byte {offset + done}, in the middle of {read.places[0].key} "
+                    f"({len(target) - done} bytes missing): the file has changed or is truncated"
+                )
+            got = os.preadv(descriptor, (target[done:],), offset + done)
+            done += got
+
+    def _convert(self, function: Callable[..., _T], *args: Any) -> _T:
+        begun = time.perf_counter()
+        result = function(*args)
+        self.convert_seconds += time.perf_counter() - begun
+        return result
+
+
+def _run(lanes: Sequence[_Lane], queue: _Queue) -> None:
+    """Run the lanes, the first in this thread, and raise the first error of all."""
+    if len(lanes) == 1:
+        lanes[0].run(queue)
+    else:
+        with ThreadPoolExecutor(len(lanes) - 1, "shardwise-read") as pool:
+            for lane in lanes[1:]:
+                pool.submit(lane.run, queue)
+            lanes[0].run(queue)
+    if queue.error is not None:
+        raise queue.error
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _batches(pieces: Iterator[Run], limit: int) -> Iterator[tuple[list[Run], int]]:
-    """Yield groups of runs of at most `limit` bytes together, cutting those that are longer, with their size."""
-    batch: list[Run] = []
-    size = 0
-    for offset, length in pieces:
-        while length:
-            part = min(length, limit - size)
-            batch.append((offset, part))
-            offset, length, size = offset + part, length - part, size + part
-            if size == limit:
-                yield batch, size
-                batch, size = [], 0
-    if batch:
-        yield batch, size

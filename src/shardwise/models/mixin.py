@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.checkpoint.load import LoadReport
+from shardwise.checkpoint.report import LoadReport
 from shardwise.models.parallelism import as_config, enable_parallelism, is_context_parallel, load_sharded
 from shardwise.plan.check import CheckReport
 from shardwise.plan.resolve import Plan

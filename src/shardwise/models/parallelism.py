@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import diffusers
 import torch
 from torch import nn
 
+from shardwise.checkpoint.agree import describe, stamps_of
 from shardwise.checkpoint.files import Source, locate
+from shardwise.checkpoint.hub import already_here, at_commit, commit_of
 from shardwise.checkpoint.index import TensorEntry, read_index
 from shardwise.checkpoint.load import DtypeRule, KeyReport, load_tensors, match_keys
-from shardwise.checkpoint.read import SliceReader
+from shardwise.checkpoint.read import Progress, SliceReader
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
 from shardwise.models.checking import StaticCheck
 from shardwise.models.planning import choose_plan
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
-from shardwise.runtime.group import FILE_PATIENCE, TensorParallelGroup, is_initialized
+from shardwise.runtime.group import TensorParallelGroup, is_initialized
 from shardwise.runtime.shard import (
     assign,
-    digest,
     fingerprint,
     global_shapes,
     localize,
@@ -105,6 +109,10 @@ class LoadOptions:
     model: Mapping[str, Any] = field(default_factory=dict)
     """Overrides of the model's config."""
 
+    def source(self, location: Any) -> Source:
+        """Return the checkpoint that these options mean."""
+        return Source(str(location), self.subfolder, self.variant, hub=self.hub)
+
     @classmethod
     def parse(cls, kwargs: Mapping[str, Any]) -> LoadOptions:
         """Return the options, or refuse those that tensor parallelism cannot honour.
@@ -163,14 +171,14 @@ class _Prepared:
 
     model: Any
     plan: ResolvedPlan
-    options: LoadOptions
 
 
-def load_sharded(cls: Any, location: Any, config: Any, kwargs: Mapping[str, Any]) -> Any:
+def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapping[str, Any]) -> Any:
     """Return `cls.from_pretrained(location, **kwargs)` with each rank holding its slices only.
 
-    The ranks agree three times: that the call, the plan and the configuration are sound; that they see the
-    same files; that all have read them. In between no rank waits for another.
+    The ranks agree before the first weight is read: on one commit of a hub repository; that the call, the plan and
+    the configuration are sound; that they see the same files. Then each reads at its own speed, and they agree
+    that all have. Nothing of it is a collective, so the process group's time-out does not count.
 
     Raises:
         UnsupportedOption: an option that cannot be honoured; before any file is opened.
@@ -180,25 +188,30 @@ def load_sharded(cls: Any, location: Any, config: Any, kwargs: Mapping[str, Any]
     """
     subject = f"loading {cls.__name__} from {location}"
     if not is_initialized():
-        _prepare(cls, location, config, kwargs)  # what is wrong with the call comes before the missing group
+        _prepare(cls, location, config, LoadOptions.parse(kwargs))  # what is wrong with the call comes first
     group = TensorParallelGroup.of(config)
+    patience = timedelta(seconds=config.load_timeout)
+    options = _agree_on_options(subject, location, kwargs, group)
     with group.agreement(subject) as step:
-        ready = _prepare(cls, location, config, kwargs)
+        ready = _prepare(cls, location, config, options)
         model = ready.model
         group.check(config)
         static = StaticCheck(config)
         static.before(model, ready.plan)
-        step.must_equal(dtype=ready.options.dtype, **fingerprint(model, ready.plan))
-    group.check_devices()
-    with group.agreement(subject, FILE_PATIENCE) as step:
+        step.must_equal(dtype=options.dtype, **fingerprint(model, ready.plan))
+    neighbours = group.meet()
+    source = options.source(location)
+    with group.agreement(subject, patience):
+        if group.rank == neighbours[0]:
+            locate(source)  # downloads what is missing, once for each node
+    with group.agreement(subject, patience) as step:
         shapes = global_shapes(model)
-        index, keys = _find_weights(model, location, ready.options)
-        step.must_equal(checkpoint=_describe(index))
-    with (
-        group.agreement(subject, FILE_PATIENCE),
-        SliceReader(group.rank, group.degree, group.device) as reader,
-    ):
-        dtype = _dtype_rule(model, ready.options.dtype)
+        stamps = stamps_of(files := locate(already_here(source)))
+        index, keys = _match(model, source, files)
+        step.must_equal(**describe(index, stamps))
+    with group.agreement(subject, patience), _progress_bar(subject, group) as progress:
+        reader = SliceReader(group.rank, group.degree, group.device, neighbours, stamps, progress)
+        dtype = _dtype_rule(model, options.dtype)
         tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype)
     assign(model, tensors)
     localize(model, config, ready.plan, group, shapes)
@@ -207,11 +220,21 @@ def load_sharded(cls: Any, location: Any, config: Any, kwargs: Mapping[str, Any]
     model.register_to_config(_name_or_path=str(location))
     model.eval()
     _report_keys(subject, keys, group)
-    return (model, _loading_info(keys)) if ready.options.output_loading_info else model
+    return (model, _loading_info(keys)) if options.output_loading_info else model
 
 
-def _prepare(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapping[str, Any]) -> _Prepared:
-    options = LoadOptions.parse(kwargs)
+def _agree_on_options(
+    subject: str, location: Any, kwargs: Mapping[str, Any], group: TensorParallelGroup
+) -> LoadOptions:
+    """Return the options, their revision pinned to the commit that rank 0 sees: a branch may move at any time."""
+    with group.agreement(subject) as step:
+        options = LoadOptions.parse(kwargs)
+        step.say(commit_of(options.source(location)) if group.rank == 0 else None)
+    source = at_commit(options.source(location), step.heard[0])
+    return replace(options, hub=source.hub)
+
+
+def _prepare(cls: Any, location: Any, config: TensorParallelConfig, options: LoadOptions) -> _Prepared:
     try:
         model_config, unused = cls.load_config(
             location, subfolder=options.subfolder, return_unused_kwargs=True, **options.hub, **options.model
@@ -226,14 +249,11 @@ def _prepare(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapp
     with meta_parameters(), _default_dtype(options.dtype):
         model = cls.from_config(copy.deepcopy(model_config), **unused)
     resolved = resolve(model, choose_plan(model, config), config.tp_degree, uneven=config.uneven)
-    return _Prepared(model, resolved, options)
+    return _Prepared(model, resolved)
 
 
-def _find_weights(
-    model: Any, location: Any, options: LoadOptions
-) -> tuple[dict[str, TensorEntry], KeyReport]:
-    source = Source(str(location), options.subfolder, options.variant, hub=options.hub)
-    index = read_index(locate(source))
+def _match(model: Any, source: Source, files: Iterable[Path]) -> tuple[dict[str, TensorEntry], KeyReport]:
+    index = read_index(files)
     if hasattr(model, "_fix_state_dict_keys_on_load"):
         model._fix_state_dict_keys_on_load(index)  # diffusers' renames of old attention keys
     keys = match_keys(model, index, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
@@ -241,12 +261,19 @@ def _find_weights(
     return index, keys
 
 
-def _describe(index: Mapping[str, TensorEntry]) -> str:
-    """Return what the ranks must see alike in the files: which tensors, of what shapes and dtypes."""
-    tensors = sorted((key, entry.dtype, entry.shape) for key, entry in index.items())
-    return (
-        f"{len(tensors)} tensors, {sum(entry.nbytes for entry in index.values())} bytes ({digest(tensors)})"
-    )
+@contextmanager
+def _progress_bar(subject: str, group: TensorParallelGroup) -> Iterator[Progress | None]:
+    """Show one bar, on rank 0, of the bytes of its own plan; diffusers' switch for progress bars turns it off."""
+    if group.rank != 0:
+        yield None
+        return
+    with diffusers.utils.logging.tqdm(desc=subject, unit="B", unit_scale=True) as bar:
+
+        def update(arrived: int, total: int) -> None:
+            bar.total = total
+            bar.update(arrived)
+
+        yield update
 
 
 def _dtype_rule(model: Any, requested: torch.dtype | None) -> DtypeRule:

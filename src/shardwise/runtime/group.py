@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -23,13 +25,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config import TensorParallelConfig
-from shardwise.errors import GroupError, RankFailure
+from shardwise.errors import CheckpointError, GroupError, RankFailure, UnsupportedOption
 
 PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for the others to take the same step."""
+"""How long a rank waits for the others to take the same step; `TensorParallelConfig.load_timeout` is for files."""
 
-FILE_PATIENCE = timedelta(hours=2)
-"""How long it waits for the slowest of them to download or read files."""
+_TOLD: dict[str, type[Exception]] = {error.__name__: error for error in (CheckpointError, UnsupportedOption)}
+"""Errors that are nothing but their message: if one rank has one, all ranks raise it."""
 
 
 @dataclass
@@ -45,6 +47,13 @@ class Step:
 
     def __init__(self) -> None:
         self.claims: dict[str, object] = {}
+        self.said: Any = None
+        self.heard: list[Any] = []
+        """What each rank said, in rank order, once the step has ended."""
+
+    def say(self, value: Any) -> None:
+        """Tell the other ranks something when the step ends; it must be plain data that JSON can write."""
+        self.said = value
 
     def must_equal(self, **claims: object) -> None:
         """State values that have to be the same on all ranks; they are compared when the step ends."""
@@ -134,21 +143,31 @@ class TensorParallelGroup:
             RankFailure: a rank did not answer within `patience`.
         """
         store, turn = self.process_group.get_group_store(), self._next_turn()
-        store.set(f"shardwise/{turn}/{self.rank}", json.dumps(value))
+        deadline = time.monotonic() + patience.total_seconds()
+        store.set(f"shardwise/{turn}/{self.rank}", json.dumps([value]))
         values = []
         for rank in range(self.degree):
             key = f"shardwise/{turn}/{rank}"
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))  # of 0, stores wait for ever
             try:
-                store.wait([key], patience)
+                store.wait([key], left)
             except RuntimeError as error:  # each kind of store has its own
+                # A rank that comes later must not go on alone.
+                store.set(f"shardwise/{turn}/{self.rank}", json.dumps([]))
                 raise RankFailure(
-                    f"rank {rank} of {self.degree} (global rank {self.members[rank]}) did not answer within "
-                    f"{patience}: has it stopped, or not made the same call?"
+                    f"{self._named(rank)} did not answer within {patience}: "
+                    "has it stopped, or not made the same call?"
                 ) from error
-            values.append(json.loads(store.get(key)))
+            answer = json.loads(store.get(key))
+            if not answer:
+                raise RankFailure(f"{self._named(rank)} has given up: it waited {patience} for another rank")
+            values += answer
         # All have entered this turn, so all are done with the one before.
         store.delete_key(f"shardwise/{turn - 1}/{self.rank}")
         return values
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} of {self.degree} (global rank {self.members[rank]})"
 
     def _next_turn(self) -> int:
         """Count the exchanges of this process group; all its members count alike."""
@@ -159,8 +178,9 @@ class TensorParallelGroup:
     def agreement(self, name: str, patience: timedelta = PATIENCE) -> Iterator[Step]:
         """Take a step on all ranks or on none: if it fails on one, every rank raises.
 
-        A rank that fails raises its own error. The others raise `RankFailure` with that rank's message,
-        instead of waiting for it in the next collective. All ranks must enter, in the same order.
+        The ranks do not wait for one that has failed in the next collective. A `CheckpointError` or an
+        `UnsupportedOption` of one rank is raised on all, in the same words. After another error the rank raises its
+        own, and the others `RankFailure` with its message. All ranks must enter, in the same order.
 
         Args:
             name: What is being done, for the message.
@@ -172,32 +192,28 @@ class TensorParallelGroup:
             yield step
         except BaseException as caught:  # an interrupt, too, is shown to the others before it goes on
             error = caught
-        message = f"{type(error).__name__}: {error}" if error else None
+        failure = [type(error).__name__, str(error)] if error else None
         claims = {key: str(value) for key, value in step.claims.items()}
-        reports = self.exchange([message, claims], patience)
-        if error is not None:
-            raise error
-        for rank, (failure, _) in enumerate(reports):
-            if failure is not None:
-                raise RankFailure(f"{name} failed on rank {rank} of {self.degree}: {failure}")
-        _compare_claims(name, [theirs for _, theirs in reports])
+        reports = self.exchange([failure, claims, step.said], patience)
+        _raise_failure(name, [theirs for theirs, _, _ in reports], error)
+        _compare_claims(name, [theirs for _, theirs, _ in reports])
+        step.heard = [theirs for _, _, theirs in reports]
 
-    def check_devices(self) -> None:
-        """Refuse ranks of one host that would all put their slices on the same accelerator.
+    def meet(self) -> tuple[int, ...]:
+        """Return the coordinates of the ranks on this rank's node, its own among them.
 
         Raises:
-            GroupError: on every rank, naming the ranks.
+            GroupError: two ranks of one host would put their slices on the same accelerator; on every rank.
         """
-        if self.device.type == "cpu":
-            return
-        places = self.exchange([socket.gethostname(), str(self.device)])
+        places = self.exchange([socket.gethostname(), _boot(), str(self.device)])
         for rank, place in enumerate(places):
             first = places.index(place)
-            if first != rank:
+            if first != rank and self.device.type != "cpu":
                 raise GroupError(
-                    f"ranks {first} and {rank} both use {place[1]} of {place[0]}: "
+                    f"ranks {first} and {rank} both use {place[2]} of {place[0]}: "
                     "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before loading"
                 )
+        return tuple(rank for rank, place in enumerate(places) if place[:2] == places[self.rank][:2])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         """Return the group itself: a copied module talks to the same ranks."""
@@ -258,8 +274,32 @@ def is_initialized() -> bool:
 _turns: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
+def _boot() -> str:
+    """Return what tells two machines of one name apart, where there is such a thing."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _raise_failure(name: str, failures: list[list[str] | None], error: BaseException | None) -> None:
+    """Raise what this rank has to raise if a rank has failed; `failures` are kind and message of each rank's error."""
+    failed = [rank for rank, failure in enumerate(failures) if failure is not None]
+    if not failed:
+        return
+    kind, message = failures[failed[0]] or ("", "")
+    mine = type(error).__name__ if error is not None else None
+    alike = all(failure == failures[0] for failure in failures)
+    if error is not None and (alike or mine not in _TOLD or kind not in _TOLD):
+        raise error
+    if kind in _TOLD:
+        ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))} of {len(failures)}"
+        raise _TOLD[kind](f"{message}\n  on {ranks}") from error
+    raise RankFailure(f"{name} failed on rank {failed[0]} of {len(failures)}: {kind}: {message}")
+
+
 def _compare_claims(name: str, claims: list[dict[str, str]]) -> None:
-    for key in claims[0]:
+    for key in dict.fromkeys(key for theirs in claims for key in theirs):
         values = [theirs.get(key, "nothing") for theirs in claims]
         if len(set(values)) > 1:
             listing = "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(values))

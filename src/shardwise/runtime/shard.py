@@ -71,7 +71,7 @@ def shard_in_memory(
         if validate is not None:
             validate(resolved)
         step.must_equal(**fingerprint(model, resolved))
-    group.check_devices()
+    group.meet()
     with group.agreement(f"making room for {type(model).__name__}"):
         shapes = global_shapes(model)
         room = _make_room(model, resolved, group)

@@ -23,6 +23,7 @@ from shardwise.checkpoint.files import Source, locate
 from shardwise.checkpoint.index import read_index
 from shardwise.checkpoint.load import match_keys
 from shardwise.checkpoint.read import SliceReader
+from shardwise.checkpoint.read_plan import Wanted
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError
 from shardwise.models.lookup import model_class
@@ -122,16 +123,18 @@ class WholeBlocks:
             assign(block, before)
 
     def _read(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        filled: dict[str, Tensor] = {}
-        with SliceReader(0, 1, self.device) as reader:
-            for name, old in tensors.items():
-                full = ".".join(filter(None, (path, name)))
-                if full not in self._sources:
-                    filled[name] = old.to(self.device)  # a buffer that no checkpoint holds
-                    continue
-                key = self._sources[full]
-                data = reader.read(key, self._index[key], Replicated(), self._dtypes[full])
-                filled[name] = nn.Parameter(data, False) if isinstance(old, nn.Parameter) else data
+        full = {name: ".".join(filter(None, (path, name))) for name in tensors}
+        keys = {name: self._sources[full[name]] for name in tensors if full[name] in self._sources}
+        wanted = {
+            key: Wanted(self._index[key], Replicated(), self._dtypes[full[name]])
+            for name, key in keys.items()
+        }
+        read, _ = SliceReader(0, 1, self.device).read(wanted)
+        # Buffers that no checkpoint holds, and what it does hold.
+        filled = {name: old.to(self.device) for name, old in tensors.items() if name not in keys}
+        for name, key in keys.items():
+            is_parameter = isinstance(tensors[name], nn.Parameter)
+            filled[name] = nn.Parameter(read[key], False) if is_parameter else read[key]
         return filled
 
 
