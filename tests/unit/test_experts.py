@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise import IfPresent, PackedColwiseParallel, SliceExperts, SumOnce, check
 from shardwise.errors import ConfigError, PlanError
+from shardwise.models.lookup import skeleton
 from shardwise.plan.check import CheckReport
 from shardwise.plan.files import read_plan, write_plan
 from shardwise.plan.layout import Replicated, Shard
@@ -182,3 +183,9 @@ def test_whole_tensor_that_is_not_zero_cannot_be_filled_with_partial_sums() -> N
     model.experts = Filled()
     report = check(model, Mixture._tp_plan, example_inputs=small_input(Mixture))
     assert "count once on each rank" in report.findings[0].message
+
+
+def test_experts_of_released_size_are_checked_by_the_name_of_their_class() -> None:
+    assert not skeleton("HiDreamImageTransformer2DModel").training  # in training its experts choose otherwise
+    report = check("HiDreamImageTransformer2DModel", degree=4)
+    assert report.ok, str(report)

@@ -35,7 +35,7 @@ def infer(
         ConfigError: nothing is known by this name.
         PlanError: nothing can be sharded, or the degree does not divide the model's heads.
     """
-    model = skeleton(model_or_class, **_tiny(model_or_class)).eval()
+    model = skeleton(model_or_class, **_tiny(model_or_class))
     inputs = example_inputs if example_inputs is not None else known_inputs(model)
     if inputs is None:
         return candidate(model, degree)

@@ -43,7 +43,7 @@ def model_class(name: str) -> type[Any]:
 
 
 def skeleton(target: Any, **overrides: Any) -> nn.Module:
-    """Return a model without weights.
+    """Return a model without weights, in evaluation mode.
 
     Args:
         target: A model (its parameters are taken to the meta device in a copy), a model class or its name (its
@@ -62,8 +62,10 @@ def skeleton(target: Any, **overrides: Any) -> nn.Module:
         target, config = _named(str(target))
     with meta_parameters():
         if config:
-            return target.from_config({**config, **overrides})  # type: ignore[no-any-return]
-        return target(**overrides) if overrides else _with_defaults(target)
+            model = target.from_config({**config, **overrides})
+        else:
+            model = target(**overrides) if overrides else _with_defaults(target)
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def _with_defaults(cls: type[Any]) -> nn.Module:

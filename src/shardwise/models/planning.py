@@ -116,7 +116,7 @@ def estimate(
         ConfigError: nothing is known by this name.
         PlanError: there is no plan for the class, or it fits the model at no degree.
     """
-    model = skeleton(model_or_class).eval()
+    model = skeleton(model_or_class)
     plan, proved = plan if plan is not None else declared_plan(type(model)), True
     if plan is None:
         plan, proved = _derived(model, 2, uneven).plan, False
