@@ -24,7 +24,7 @@ FAMILIES = sorted(models.FAMILIES)
 
 def family(name: str) -> Any:
     """Return the module of a model class: its class, `PLAN`, `TINY_CONFIG` and `example_inputs`."""
-    return import_module(f"shardwise.models.{models.FAMILIES[name]}")
+    return import_module(f"shardwise.models.families.{models.FAMILIES[name]}")
 
 
 def randomize(model: nn.Module, seed: int = 1) -> nn.Module:

@@ -20,7 +20,7 @@ from shardwise import TensorParallelConfig, demo_model_path, enable_parallelism
 from shardwise.demo.run import PROMPTS, Drawn, draw, draw_sharded
 from shardwise.demo.sheet import contact_sheet
 from shardwise.launch import run_ranks
-from shardwise.models.flux2 import PLAN
+from shardwise.models.families.flux2 import PLAN
 
 PLAIN_PLAN = PLAN | {
     "transformer_blocks.*.ff.linear_in": "colwise",

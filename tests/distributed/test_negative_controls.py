@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise import DivideAttributes, PackedColwiseParallel, TensorParallelConfig, enable_parallelism
-from shardwise.models.flux2 import PLAN as FLUX2_PLAN
+from shardwise.models.families.flux2 import PLAN as FLUX2_PLAN
 from shardwise.plan.layout import Shard
 from shardwise.runtime import modules, shard
 from shardwise.runtime.group import TensorParallelGroup

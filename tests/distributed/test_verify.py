@@ -25,7 +25,7 @@ from shardwise import (
 from shardwise.cli import main
 from shardwise.errors import ConfigError, GroupError, PlanError, RankFailure, ShardwiseError
 from shardwise.launch import run_ranks
-from shardwise.models.flux2 import PLAN as FLUX2_PLAN
+from shardwise.models.families.flux2 import PLAN as FLUX2_PLAN
 from shardwise.plan.files import write_plan
 from shardwise.runtime import modules
 from shardwise.runtime.group import TensorParallelGroup

@@ -149,7 +149,7 @@ def test_import_against_the_direction_is_noticed(name: str, source: str) -> None
         ("plan/resolve.py", "from shardwise.plan import heads\nfrom shardwise.errors import Finding"),
         ("plan/resolve.py", "from . import heads\nfrom .layout import Shard\nfrom ..errors import Finding"),
         ("checkpoint/load.py", "from shardwise.plan.resolve import ResolvedPlan\nimport torch"),
-        ("models/flux.py", "from shardwise.runtime.shard import assign"),
+        ("models/families/flux.py", "from shardwise.runtime.shard import assign"),
     ],
 )
 def test_import_along_the_direction_is_none_of_the_forbidden(name: str, source: str) -> None:
@@ -166,7 +166,7 @@ def test_only_models_pipeline_and_demo_import_diffusers_or_transformers() -> Non
         ("runtime/shard.py", "import diffusers", True),
         ("cli.py", "def f():\n    from transformers import AutoModel", True),
         ("checkpoint/load.py", "from diffusers.models import ModelMixin as M", True),
-        ("models/flux.py", "import diffusers", False),
+        ("models/families/flux.py", "import diffusers", False),
         ("pipeline.py", "import transformers", False),
         ("runtime/shard.py", "import huggingface_hub", False),
     ],
@@ -275,28 +275,15 @@ def test_name_that_does_not_exist_is_an_attribute_error(module: object) -> None:
 
 
 def test_every_model_class_is_public_and_every_family_is_listed() -> None:
-    machinery = {
-        "__init__",
-        "checking",
-        "inference",
-        "lookup",
-        "mixin",
-        "parallelism",
-        "planning",
-        "planning_plot",
-        "unplanned",
-    }
-    families = {name for name in FILES if part(name) == "models"} - {
-        f"models/{name}.py" for name in machinery
-    }
-    assert {f"models/{family}.py" for family in models.FAMILIES.values()} == families
+    files = {Path(name).stem for name in FILES if name.startswith("models/families/")} - {"__init__"}
+    assert set(models.FAMILIES.values()) == files
     assert set(models.__all__) == {"FAMILIES", *models.FAMILIES}
     assert all(name in dir(models) for name in models.FAMILIES)
 
 
 @pytest.mark.parametrize(("name", "family"), models.FAMILIES.items())
 def test_L3_P11_model_class_declares_its_plan_in_the_file_of_its_family(name: str, family: str) -> None:
-    tree = TREES[f"models/{family}.py"]
+    tree = TREES[f"models/families/{family}.py"]
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     assigned = chain.from_iterable(node.targets for node in cls.body if isinstance(node, ast.Assign))
     assert cls.name == name

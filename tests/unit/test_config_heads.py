@@ -6,7 +6,7 @@ import pytest
 
 from shardwise import DivideAttributes
 from shardwise.errors import PlanError, UnsupportedOperation
-from shardwise.models.prior import PLAN
+from shardwise.models.families.prior import PLAN
 from shardwise.plan.check import check_plan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.styles import StyleFault

@@ -16,7 +16,7 @@ from shardwise import (
     check,
 )
 from shardwise.errors import ConfigError, PlanError
-from shardwise.models.hunyuan_video import attention_and_mlp
+from shardwise.models.families.hunyuan_video import attention_and_mlp
 from shardwise.plan.layout import Replicated, Shard
 from shardwise.plan.resolve import resolve
 from shardwise.plan.styles import AcrossHeadNorm, ColwiseParallel, GatherOutput, Style, StyleFault, as_style

@@ -15,8 +15,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 _INTRO = """# Models
 
-{count} model classes of diffusers have a plan, each in a file of its own under `src/shardwise/models/`. Any other class
-of diffusers can be imported from `shardwise.models` too, with a plan derived from the names of its modules.
+{count} model classes of diffusers have a plan, each in a file of its own under `src/shardwise/models/families/`. Any
+other class of diffusers can be imported from `shardwise.models` too, with a plan derived from the names of its modules.
 
 - *Parameters, sharded*: of the class's default configuration; what is not sharded is held by every rank.
 - *Degrees*: numbers of ranks up to 64 that divide its heads and blocks, or are a multiple of fewer key heads.

@@ -20,7 +20,7 @@ from shardwise.config import TensorParallelConfig
 from shardwise.demo import CALL, demo_model_path
 from shardwise.demo.sheet import contact_sheet
 from shardwise.launch import run_ranks
-from shardwise.models.flux2 import Flux2Transformer2DModel
+from shardwise.models.families.flux2 import Flux2Transformer2DModel
 from shardwise.runtime.placement import placement
 from shardwise.runtime.shard import sharding_of
 

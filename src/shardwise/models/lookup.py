@@ -22,7 +22,7 @@ def family_of(cls: type) -> Any | None:
     """Return the module of `shardwise.models` that knows this class, by its name or that of a base class."""
     for base in cls.__mro__:
         if base.__name__ in models.FAMILIES:
-            return import_module(f"shardwise.models.{models.FAMILIES[base.__name__]}")
+            return import_module(f"shardwise.models.families.{models.FAMILIES[base.__name__]}")
     return None
 
 

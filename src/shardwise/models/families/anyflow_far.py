@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import AnyFlowFARTransformer3DModel as _AnyFlowFARTransformer3DModel
 
-from shardwise.models import anyflow
+from shardwise.models.families import anyflow
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import SliceInput
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel as _HunyuanVideo15Transformer3DModel
 
-from shardwise.models import hunyuan_video
+from shardwise.models.families import hunyuan_video
 from shardwise.models.mixin import TensorParallelMixin
 
 PLAN = {key: style for key, style in hunyuan_video.PLAN.items() if not key.startswith("single_")}

@@ -9,8 +9,8 @@ import torch
 from diffusers import AllegroTransformer3DModel as _AllegroTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 
+from shardwise.models.families.pixart import PLAN
 from shardwise.models.mixin import TensorParallelMixin
-from shardwise.models.pixart import PLAN
 
 
 class AllegroTransformer3DModel(TensorParallelMixin, _AllegroTransformer3DModel):  # type: ignore[misc]

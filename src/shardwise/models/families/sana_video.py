@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import SanaVideoTransformer3DModel as _SanaVideoTransformer3DModel
 
-from shardwise.models import sana
+from shardwise.models.families import sana
 from shardwise.models.mixin import TensorParallelMixin
 
 PLAN = {

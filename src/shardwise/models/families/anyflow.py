@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import AnyFlowTransformer3DModel as _AnyFlowTransformer3DModel
 
-from shardwise.models import wan
+from shardwise.models.families import wan
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import IfPresent
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from diffusers import TransformerTemporalModel as _TransformerTemporalModel
 
+from shardwise.models.families.transformer_2d import gate_and_value
 from shardwise.models.mixin import TensorParallelMixin
-from shardwise.models.transformer_2d import gate_and_value
 from shardwise.plan.styles import IfPresent, PackedColwiseParallel
 
 PLAN = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers import JoyImageEditPlusTransformer3DModel as _JoyImageEditPlusTransformer3DModel
 
-from shardwise.models.joy_image import PLAN, TINY_CONFIG
+from shardwise.models.families.joy_image import PLAN, TINY_CONFIG
 from shardwise.models.mixin import TensorParallelMixin
 
 __all__ = ["PLAN", "TINY_CONFIG", "JoyImageEditPlusTransformer3DModel", "example_inputs"]

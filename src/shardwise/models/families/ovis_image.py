@@ -6,9 +6,9 @@ from typing import Any
 
 from diffusers import OvisImageTransformer2DModel as _OvisImageTransformer2DModel
 
-from shardwise.models import longcat_image
-from shardwise.models.bria import TINY_CONFIG as BRIA
-from shardwise.models.bria import example_inputs
+from shardwise.models.families import longcat_image
+from shardwise.models.families.bria import TINY_CONFIG as BRIA
+from shardwise.models.families.bria import example_inputs
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import DivideAttributes, PackedColwiseParallel
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import ChronoEditTransformer3DModel as _ChronoEditTransformer3DModel
 
-from shardwise.models import wan
+from shardwise.models.families import wan
 from shardwise.models.mixin import TensorParallelMixin
 
 PLAN = wan.PLAN

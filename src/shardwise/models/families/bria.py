@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from diffusers import BriaTransformer2DModel as _BriaTransformer2DModel
 
-from shardwise.models import flux
-from shardwise.models.hunyuan_video import attention_and_mlp
+from shardwise.models.families import flux
+from shardwise.models.families.hunyuan_video import attention_and_mlp
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import PackedRowwiseParallel
 

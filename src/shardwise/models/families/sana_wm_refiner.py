@@ -9,7 +9,7 @@ import torch
 from diffusers import SanaWMLTX2RefinerTransformer3DModel as _SanaWMLTX2RefinerTransformer3DModel
 from torch import nn
 
-from shardwise.models import ltx2
+from shardwise.models.families import ltx2
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import SliceInput
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import HunyuanVideoFramepackTransformer3DModel as _Framepack
 
-from shardwise.models import hunyuan_video
+from shardwise.models.families import hunyuan_video
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import IfPresent
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from diffusers import CogView4Transformer2DModel as _CogView4Transformer2DModel
 
-from shardwise.models import cogview3
-from shardwise.models.cogview3 import PLAN
+from shardwise.models.families import cogview3
+from shardwise.models.families.cogview3 import PLAN
 from shardwise.models.mixin import TensorParallelMixin
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import HunyuanImageTransformer2DModel as _HunyuanImageTransformer2DModel
 
-from shardwise.models.hunyuan_video import PLAN
+from shardwise.models.families.hunyuan_video import PLAN
 from shardwise.models.mixin import TensorParallelMixin
 
 __all__ = ["PLAN", "TINY_CONFIG", "TINY_VARIANTS", "HunyuanImageTransformer2DModel", "example_inputs"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import SkyReelsV2Transformer3DModel as _SkyReelsV2Transformer3DModel
 
-from shardwise.models import wan
+from shardwise.models.families import wan
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import IfPresent
 

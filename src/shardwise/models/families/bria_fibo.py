@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import BriaFiboTransformer2DModel as _BriaFiboTransformer2DModel
 
-from shardwise.models import bria
+from shardwise.models.families import bria
 from shardwise.models.mixin import TensorParallelMixin
 
 PLAN = {**bria.PLAN, "caption_projection.*.linear": "rowwise_split_input"}

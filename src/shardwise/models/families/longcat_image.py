@@ -6,8 +6,8 @@ from typing import Any
 
 from diffusers import LongCatImageTransformer2DModel as _LongCatImageTransformer2DModel
 
-from shardwise.models import bria
-from shardwise.models.bria import example_inputs
+from shardwise.models.families import bria
+from shardwise.models.families.bria import example_inputs
 from shardwise.models.mixin import TensorParallelMixin
 
 __all__ = ["PLAN", "TINY_CONFIG", "LongCatImageTransformer2DModel", "example_inputs"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import ConsisIDTransformer3DModel as _ConsisIDTransformer3DModel
 
-from shardwise.models import cogvideox
+from shardwise.models.families import cogvideox
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import IfPresent, PackedColwiseParallel
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import LatteTransformer3DModel as _LatteTransformer3DModel
 
-from shardwise.models import pixart
+from shardwise.models.families import pixart
 from shardwise.models.mixin import TensorParallelMixin
 
 PLAN = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import ChromaTransformer2DModel as _ChromaTransformer2DModel
 
-from shardwise.models import bria
+from shardwise.models.families import bria
 from shardwise.models.mixin import TensorParallelMixin
 
 PLAN = {

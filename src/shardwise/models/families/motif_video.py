@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import MotifVideoTransformer3DModel as _MotifVideoTransformer3DModel
 
-from shardwise.models import longcat_image
+from shardwise.models.families import longcat_image
 from shardwise.models.mixin import TensorParallelMixin
 from shardwise.plan.styles import IfPresent
 

@@ -1,0 +1,1 @@
+"""One file for each model class: its plan, the TP-enabled class, a tiny configuration and inputs for it."""
