@@ -148,7 +148,7 @@ def test_command_prints_a_declared_plan_as_python() -> None:
 
 
 def test_command_says_that_a_plan_from_names_is_unproved() -> None:
-    result = CliRunner().invoke(main, ["plan", "SanaWMTransformer3DModel", "--tp", "2"])
+    result = CliRunner().invoke(main, ["plan", "FluxControlNetModel", "--tp", "2"])
     assert "derived from names and unproved" in result.output
 
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from shardwise import demo_model_path
 from shardwise.errors import CheckpointError, UnsupportedOption
 from shardwise.verification import ModuleError, VerifyReport
-from shardwise.verification.bound import products, relative_error, rounding_bound
+from shardwise.verification.bound import HALF, products, relative_error, rounding_bound
 from shardwise.verification.checkpoint import Checkpoint
 from shardwise.verification.compare import Call, Trio, compare, watch, worst
 from shardwise.verification.plot import draw_strip
+from shardwise.verification.rounding import unrounded
 from shardwise.verification.run import cast, main_dtype, tiny_model
 from tests import tolerances
 from tests.helpers import FAMILIES, Routes, family
@@ -329,3 +331,25 @@ def test_forward_with_the_routes_of_another_chooses_as_it_did_and_weighs_by_its_
     assert routes.all_taken()
     routes.again()
     assert not routes.all_taken()
+
+
+ROUNDING = {
+    "to": lambda x: x.to(torch.bfloat16),
+    "to_by_name": lambda x: x.to(dtype=torch.bfloat16),
+    "to_a_device_too": lambda x: x.to("cpu", torch.float16),
+    "bfloat16": lambda x: x.bfloat16(),
+    "half": lambda x: x.half(),
+    "type": lambda x: x.type(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("cast", ROUNDING.values(), ids=ROUNDING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_of_a_models_own_is_left_out_but_in_half_precision(cast: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(5, dtype=dtype)
+    with unrounded(dtype):
+        assert torch.equal(cast(x), x)
+        assert cast(x).dtype == dtype
+        assert x.to(torch.int32).dtype == torch.int32
+    with unrounded(torch.bfloat16):
+        assert cast(x).dtype in HALF

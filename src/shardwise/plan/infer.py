@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -26,6 +26,7 @@ from shardwise.plan.mend import Entries, Taken, divide, mend
 from shardwise.plan.resolve import Plan, resolve
 from shardwise.plan.styles import DivideAttributes, as_style
 from shardwise.plan.subject import LARGE, DeadEnd, Subject, shortened
+from shardwise.plan.trace import quiet_forward
 
 MOST_REPAIRS = 40
 """A group that needs more repairs than this is given up; attention with norms over all heads needs five."""
@@ -40,7 +41,7 @@ class Group:
         entries: Pattern -> style.
         steps: The repairs that were applied: what was changed, and what had been found.
         bytes_saved: Bytes of weights that a rank does not hold.
-        all_reduces: Sums over the ranks that one forward makes for it, if it calls each module once.
+        all_reduces: Sums over the ranks that one forward makes for it.
     """
 
     seed: str
@@ -272,8 +273,11 @@ def _group(subject: Subject, seed: str, entries: Entries, steps: tuple[str, ...]
 
 
 def _measured(whole: Subject, group: Group) -> Group:
-    """Return a group with what it saves and costs on the whole model."""
-    return _group(whole, group.seed, group.entries, group.steps)
+    """Return a group with what it saves and costs on the whole model, in one forward."""
+    measured = _group(whole, group.seed, group.entries, group.steps)
+    twin, counter = whole.localize(whole.model, whole.resolve(group.entries), 0)
+    quiet_forward(twin, copy.deepcopy(dict(whole.inputs)))
+    return replace(measured, all_reduces=counter.traffic.all_reduces)
 
 
 def _unplanned(whole: Subject, search: _Search) -> dict[str, str]:

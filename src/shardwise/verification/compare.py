@@ -30,6 +30,7 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.runtime.modules import terms_of_sums
 from shardwise.verification.bound import relative_error, rounding_bound, tensors
 from shardwise.verification.report import ModuleError
+from shardwise.verification.rounding import unrounded
 
 Shapes = tuple[tuple[int, ...], ...]
 CallId = tuple[str, int]
@@ -99,9 +100,16 @@ class _Seen:
 def compare(trio: Trio, call: Call) -> list[ModuleError]:
     """Return a row for every call of a module in `trio` that sees whole tensors, children first.
 
+    What a model of fp32 rounds to half precision in its own code is left unrounded, everywhere alike.
+
     Raises:
         Exception: what the whole module raises; a sharded one that raises is a row with an infinite error.
     """
+    with unrounded(trio.dtype):
+        return _compare(trio, call)
+
+
+def _compare(trio: Trio, call: Call) -> list[ModuleError]:
     seen, terms = _shapes_on_ranks(trio.sharded, call), set(terms_of_sums(trio.sharded))
     rows: list[ModuleError] = []
 
