@@ -79,7 +79,7 @@ def shared(
     """Yield the entries of a plan with the number of units in those that are cut unevenly.
 
     Beside what `attentions` found, that is what is laid over heads, if all attentions have one number of them, and
-    what cannot be cut evenly: by the heads if they fit, or else a feed-forward by its features.
+    what cannot be cut evenly: a feed-forward by its features, the rest by the heads if they fit.
     """
     everywhere = set(found.values())
     in_attentions = {
@@ -89,19 +89,23 @@ def shared(
         over_heads = isinstance(style, (SliceInput, SliceOutput, SliceParameter))
         units = [found[path]] if path in found else []
         if not units and (over_heads or not _fits(style, modules[path], degree)):
-            units = list(everywhere) if len(everywhere) == 1 else []
-            units += [] if path in in_attentions else _by_features(style, modules[path])
+            units = [] if path in in_attentions else _by_features(style, modules[path], degree)
+            units += list(everywhere) if len(everywhere) == 1 else []
         tried = (style.shared_in(number) for number in units if style.copies == 1)
         yield path, key, next((cut for cut in tried if _fits(cut, modules[path], degree)), style)
 
 
-def _by_features(style: Style, module: nn.Module) -> list[int]:
-    """Return numbers of units that a Linear's blocks can be cut in, the fewest first: products like wide pieces."""
+def _by_features(style: Style, module: nn.Module, degree: int) -> list[int]:
+    """Return the number of units that a layer's blocks are cut in, if they can be.
+
+    Products like wide pieces, and ranks like equal ones: the pieces are as wide as leaves eight for each rank.
+    """
     try:
         size = gcd(*style.shard_of(module).blocks) if isinstance(style, LinearStyle) else 0
     except StyleFault:
         return []  # reported where the style is applied
-    return [size // width for width in (64, 32, 16, 8, 4, 2, 1) if size % width == 0 and size]
+    widths = [width for width in (64, 32, 16, 8, 4, 2, 1) if size % width == 0]
+    return [size // next((width for width in widths if size // width >= 8 * degree), 1)] if size else []
 
 
 def _fits(style: Style, module: nn.Module, degree: int) -> bool:
