@@ -228,7 +228,7 @@ def _after(stock: bool) -> dict[str, str]:
         "transformer.transformer_blocks.0.attn.to_q.lora_B.weight": torch.ones(192, 2),
     }
     calls: dict[str, Any] = {
-        "save_pretrained": lambda: model.save_pretrained("/no/such/folder"),
+        "push_to_hub": lambda: model.push_to_hub("someone/tiny"),
         "load_lora_weights": lambda: pipeline.load_lora_weights(lora),
         "load_lora_adapter": lambda: model.load_lora_adapter(lora),
         "enable_model_cpu_offload": lambda: pipeline.enable_model_cpu_offload(device="cuda"),
@@ -269,9 +269,34 @@ def test_E2_E3_sharded_model_refuses_what_it_cannot_do(two_ranks: Pool, stock: b
             )
 
 
-def test_E3_save_says_to_save_before_sharding(two_ranks: Pool) -> None:
+def test_E3_push_to_hub_says_to_save_and_upload(two_ranks: Pool) -> None:
     for messages in two_ranks.run(_after, False):
-        assert "before sharding" in messages["save_pretrained"]
+        assert "save the model with save_pretrained, and upload the folder" in messages["push_to_hub"]
+
+
+class Foreign(nn.Module):
+    """A model that diffusers does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def save_pretrained(self, folder: str) -> None:
+        raise AssertionError("called")
+
+
+def _save_foreign() -> str:
+    model = enable_parallelism(Foreign(), config=world(), plan={"up": "colwise", "down": "rowwise"})
+    try:
+        model.save_pretrained("/no/such/folder")
+    except UnsupportedOperation as error:
+        return str(error)
+    return "no error"
+
+
+def test_E3_save_of_another_library_s_model_says_to_save_before_sharding(two_ranks: Pool) -> None:
+    for message in two_ranks.run(_save_foreign):
+        assert "before sharding" in message
 
 
 # --- E4, E5, E6: heads and blocks ------------------------------------------------------------------------------

@@ -71,10 +71,10 @@ def locate(source: Source) -> WeightFiles:
         index = _find(source, name)
         if index is not None:
             return _shards(source, index)
-    single = _find(source, _with_variant(f"{source.stem}.safetensors", source.variant))
+    single = _find(source, with_variant(f"{source.stem}.safetensors", source.variant))
     if single is not None:
         return WeightFiles([single])
-    pickled = _with_variant(f"{source.stem}.bin", source.variant)
+    pickled = with_variant(f"{source.stem}.bin", source.variant)
     if _find(source, pickled) or _find(source, f"{pickled}.index.json"):
         raise UnsupportedOption(
             f"{source} holds {pickled} but no safetensors: each rank reads only its own slice of each "
@@ -89,13 +89,14 @@ def locate(source: Source) -> WeightFiles:
 
 def _index_names(source: Source) -> list[str]:
     """Return the names an index may have: where the variant stands has changed over the years."""
-    names = [_with_variant(f"{source.stem}.safetensors.index.json", source.variant)]
+    names = [with_variant(f"{source.stem}.safetensors.index.json", source.variant)]
     if source.variant:
         names.append(f"{source.stem}.safetensors.{source.variant}.index.json")
     return names
 
 
-def _with_variant(name: str, variant: str | None) -> str:
+def with_variant(name: str, variant: str | None) -> str:
+    """Return the name of a file of a variant: its infix stands in front of the last suffix."""
     stem, _, suffix = name.rpartition(".")
     return f"{stem}.{variant}.{suffix}" if variant else name
 

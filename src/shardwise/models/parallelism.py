@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import diffusers
 import torch
 from torch import nn
 
@@ -25,11 +24,13 @@ from shardwise.checkpoint.files import Source, locate
 from shardwise.checkpoint.hub import already_here, at_commit, commit_of
 from shardwise.checkpoint.index import TensorEntry, read_index
 from shardwise.checkpoint.load import DtypeRule, KeyReport, load_tensors, match_keys
-from shardwise.checkpoint.read import Progress, SliceReader
+from shardwise.checkpoint.read import SliceReader
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
 from shardwise.models.checking import StaticCheck
 from shardwise.models.planning import choose_plan
+from shardwise.models.progress import progress_bar
+from shardwise.models.saving import let_save
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
 from shardwise.runtime.group import TensorParallelGroup, is_initialized
@@ -73,6 +74,7 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
         static = StaticCheck(config)
         plan = choose_plan(model, config, plan)
         shard_in_memory(model, config, plan, partial(static.before, model))
+        let_save(model)
         static.after(model)
     return model
 
@@ -209,12 +211,13 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
         stamps = stamps_of(files := locate(already_here(source)))
         index, keys = _match(model, source, files)
         step.must_equal(**describe(index, stamps))
-    with group.agreement(subject, patience), _progress_bar(subject, group) as progress:
+    with group.agreement(subject, patience), progress_bar(subject, group) as progress:
         reader = SliceReader(group.rank, group.degree, group.device, neighbours, stamps, progress)
         dtype = _dtype_rule(model, options.dtype)
         tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype)
     assign(model, tensors)
     localize(model, config, ready.plan, group, shapes)
+    let_save(model)
     static.after(model)
     vars(model)["load_report"] = report
     model.register_to_config(_name_or_path=str(location))
@@ -259,21 +262,6 @@ def _match(model: Any, source: Source, files: Iterable[Path]) -> tuple[dict[str,
     keys = match_keys(model, index, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     keys.raise_for_errors(str(source))
     return index, keys
-
-
-@contextmanager
-def _progress_bar(subject: str, group: TensorParallelGroup) -> Iterator[Progress | None]:
-    """Show one bar, on rank 0, of the bytes of its own plan; diffusers' switch for progress bars turns it off."""
-    if group.rank != 0:
-        yield None
-        return
-    with diffusers.utils.logging.tqdm(desc=subject, unit="B", unit_scale=True) as bar:
-
-        def update(arrived: int, total: int) -> None:
-            bar.total = total
-            bar.update(arrived)
-
-        yield update
 
 
 def _dtype_rule(model: Any, requested: torch.dtype | None) -> DtypeRule:

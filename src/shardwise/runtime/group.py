@@ -136,6 +136,21 @@ class TensorParallelGroup:
         dist.broadcast(tensor, src=self.members[0], group=self.process_group)
         return tensor
 
+    def bring(self, tensor: Tensor, owner: int) -> None:
+        """Bring the contiguous `tensor` of coordinate `owner` to coordinate 0, where it overwrites `tensor`.
+
+        Only these two ranks call it. The tensor may be used again when it returns.
+        """
+        if owner == 0:
+            return
+        if self.rank == owner:
+            dist.send(tensor, self.members[0], group=self.process_group)
+        else:
+            dist.recv(tensor, self.members[owner], group=self.process_group)
+        if tensor.device.type != "cpu":
+            # Work that waits in the queue of a device for the other rank would run into the watchdog's time-out.
+            torch.accelerator.synchronize(tensor.device)
+
     def exchange(self, value: Any, patience: timedelta = PATIENCE) -> list[Any]:
         """Return every rank's `value`, in rank order; it must be plain data that JSON can write.
 

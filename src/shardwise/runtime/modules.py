@@ -302,5 +302,5 @@ def _set(module: nn.Module, name: str, value: int) -> None:
         return
     register: Any = module.register_to_config  # of diffusers' models, as the configuration is
     register(**{entry: value})
-    hint = f"{entry} in its configuration is that of one rank; save the model before sharding it"
+    hint = f"{entry} in its configuration is that of one rank; save_pretrained writes that of the whole model"
     vars(module)["save_config"] = Refusal("save_config", type(module).__name__, hint)

@@ -1,0 +1,161 @@
+"""`save_pretrained` of a sharded diffusers model: the checkpoint that diffusers would write of the whole one.
+
+Owns what is diffusers' own: options, names, the configuration. Bytes and ranks are left to `checkpoint.save`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from diffusers import ModelMixin
+from torch import Tensor, nn
+
+from shardwise.checkpoint.folder import NewFolder
+from shardwise.checkpoint.save import write_gathered
+from shardwise.checkpoint.write import CODES, NewCheckpoint, Stored, new_checkpoint, superseded, write_text
+from shardwise.errors import UnsupportedOperation, UnsupportedOption
+from shardwise.models.progress import progress_bar
+from shardwise.plan.styles import CONFIG_PREFIX
+from shardwise.runtime.shard import Sharding, digest, sharding_of
+
+STEM = "diffusion_pytorch_model"
+
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    # option -> (values that ask for nothing; reason)
+    "is_main_process": ((True,), "all ranks call it, and the first one writes; leave it out"),
+    "save_function": ((None,), "files are written in pieces as they arrive; leave it out"),
+    "safe_serialization": ((True,), "only safetensors files can be written in pieces; leave it out"),
+    "push_to_hub": ((False,), "upload the folder once it is saved"),
+    "use_flashpack": ((False,), "only safetensors files are written; leave it out"),
+}
+
+
+def let_save(model: nn.Module) -> None:
+    """Give a sharded model of diffusers, whatever its class, the `save_pretrained` below."""
+    if isinstance(model, ModelMixin):
+        vars(model)["save_pretrained"] = partial(save_sharded, model)
+
+
+def save_sharded(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    variant: str | None = None,
+    max_shard_size: int | str = "10GB",
+    **options: Any,
+) -> None:
+    """Save a sharded model as diffusers saves the whole one; every rank calls it, and the first one writes.
+
+    The files are those that `save_pretrained` of the whole model would write. No rank holds a whole tensor: slices
+    are brought to the first rank in pieces. The folder is complete or absent; one with an older checkpoint of the same
+    names is replaced when the new one is complete.
+
+    Args:
+        model: The sharded model.
+        save_directory: Folder for the files, on the first rank's machine.
+        safe_serialization: True: safetensors is what is written.
+        variant: Infix of the file names, such as `"fp16"`.
+        max_shard_size: Size from which weights are split into several files.
+        options: Further options of diffusers, at values that ask for nothing.
+
+    Raises:
+        UnsupportedOption: an option that cannot be honoured; before anything is written.
+        UnsupportedOperation: the model has an adapter, is quantized or offloaded, or is no longer as it was sharded.
+        CheckpointError: the folder cannot be written, or holds something else; on every rank.
+        RankFailure: another rank failed; nothing is left of the folder.
+    """
+    sharding = sharding_of(model)
+    assert sharding is not None, "given to sharded models only"
+    group, patience = sharding.group, timedelta(seconds=sharding.config.load_timeout)
+    subject = f"saving {type(model).__name__} to {save_directory}"
+    with ExitStack() as stack:
+        with group.agreement(subject) as step:
+            _check_options({"safe_serialization": safe_serialization, **options})
+            tensors, stored = _tensors(model, sharding)
+            checkpoint = new_checkpoint(stored, STEM, variant, max_shard_size)
+            step.must_equal(folder=save_directory, **_described(checkpoint))
+            folder = None
+            if group.rank == 0:
+                replaces = partial(superseded, stem=STEM, variant=variant)
+                folder = stack.enter_context(NewFolder(Path(save_directory), replaces))
+        progress = stack.enter_context(progress_bar(subject, group))
+        path = folder.path if folder is not None else None
+        write_gathered(checkpoint, path, tensors, sharding.plan.layouts, group, patience, progress)
+        with group.agreement(subject, patience):
+            if folder is not None:
+                write_text(folder.path / "config.json", config_of(model, sharding))
+                if checkpoint.index is not None:
+                    write_text(folder.path / checkpoint.index_name, checkpoint.index)
+                folder.publish()
+
+
+def config_of(model: Any, sharding: Sharding) -> str:
+    """Return the configuration of the whole model, as diffusers writes it; entries that are divided are whole in it."""
+    config = json.loads(model.to_json_string())
+    for planned in sharding.plan.modules:
+        if not planned.path:
+            whole = {name: cut.size for name, cut in planned.attributes.items()}
+            config |= {
+                name.removeprefix(CONFIG_PREFIX): n
+                for name, n in whole.items()
+                if name.startswith(CONFIG_PREFIX)
+            }
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        harmless, reason = _REFUSED.get(name, ((), "it is no option of saving a sharded model; leave it out"))
+        if not any(value is allowed for allowed in harmless):
+            raise UnsupportedOption(f"{name}={value!r} cannot be combined with tensor parallelism: {reason}")
+
+
+def _tensors(model: nn.Module, sharding: Sharding) -> tuple[dict[str, Tensor], dict[str, Stored]]:
+    """Return this rank's slices by name, and what the whole tensors are.
+
+    Raises:
+        UnsupportedOperation: the model is not as it was when it was sharded.
+    """
+    for path, module in model.named_modules():
+        if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):
+            raise _unsupported(model, f"{path} has an adapter", "unload it, or fuse it and unload it")
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    plan, rank, stored = sharding.plan, sharding.group.rank, {}
+    for name in plan.layouts.keys() & sharding.shapes.keys() - tensors.keys():
+        raise _unsupported(model, f"it has no {name} any more", "undo what was changed since it was sharded")
+    for name, tensor in tensors.items():
+        shape = sharding.shapes.get(name, tuple(tensor.shape))
+        local = plan.layout(name).local_shape(shape, rank, plan.degree)
+        if type(tensor) not in (nn.Parameter, Tensor) or tensor.is_meta or tensor.dtype not in CODES:
+            raise _unsupported(
+                model,
+                f"{name} is not a plain tensor in memory",
+                "a quantized or offloaded model is not gathered",
+            )
+        if tuple(tensor.shape) != local:
+            raise _unsupported(
+                model,
+                f"{name} is {list(tensor.shape)} on rank {rank} and was {list(local)} when it was sharded",
+                "undo what was changed since",
+            )
+        stored[name] = Stored(tensor.dtype, shape)
+    return tensors, stored
+
+
+def _unsupported(model: nn.Module, what: str, fix: str) -> UnsupportedOperation:
+    return UnsupportedOperation(
+        f"{type(model).__name__} is sharded with tensor parallelism and cannot be saved: {what}; {fix}"
+    )
+
+
+def _described(checkpoint: NewCheckpoint) -> dict[str, str]:
+    """Return what must be equal on all ranks for their slices to make one checkpoint."""
+    files = [(file.name, file.start) for file in checkpoint.files]
+    return {"files": f"{len(files)} files of {checkpoint.nbytes} bytes ({digest(files)})"}
