@@ -20,6 +20,7 @@ NOT_CHECKS = [
     "call super().__init__(f'{what}; {fix}')",
     "part isinstance(files, WeightFiles)",  # whether there is an index to check by
     "part files.weight_map is not None",
+    "part units",  # whether there are units beside the copies: copies alone may be
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,14 +17,15 @@ from types import ModuleType
 
 import pytest
 
-from shardwise.checkpoint import header, index, untrusted, weight_map
+from shardwise.checkpoint import header, index, layouts, untrusted, weight_map
 from shardwise.checkpoint.files import WeightFiles
 from shardwise.errors import ShardwiseError
-from tests.hostile import HEADERS, INDEXES, Hostile, entry, packed
+from tests.hostile import HEADERS, INDEXES, LFS_POINTER, Hostile, entry, packed
 from tests.hostile import weight_map as index_of
+from tests.hostile_layouts import GOOD, LAYOUTS, MANIFESTS, said
 from tests.leaving_out import left_out, put, source_of
 
-MODULES = [untrusted, header, weight_map, index]
+MODULES = [untrusted, header, weight_map, index, layouts]
 FILE = Path("model.safetensors")
 
 
@@ -60,6 +62,23 @@ def _two_shards(held: dict[str, str], folder: Path) -> None:
     index.read_index(WeightFiles([folder / file for file in held], {"a": "a", "b": "b"}))
 
 
+def _rank_files(texts: list[tuple[str | None, dict[str, object]]], folder: Path) -> None:
+    """Read files of ranks, of which each says a text and has entries of 48 bytes."""
+    for number, (text, entries) in enumerate(texts):
+        metadata = {"__metadata__": {layouts.METADATA_KEY: text} if text is not None else {}}
+        (folder / f"{number}").write_bytes(packed({**metadata, **entries}, 48 * len(entries)))
+    index.read_index(WeightFiles([folder / f"{number}" for number in range(len(texts))], sharded=True))
+
+
+def _manifest(content: bytes, folder: Path) -> None:
+    (folder / "manifest").write_bytes(content)
+    layouts.read_manifest(folder / "manifest")
+
+
+HALF: dict[str, object] = {"a": entry([4, 3], 0, 48)}
+"""What a file of rank 0 or 1 of 2 has, whose text is that of `said`."""
+TWO = {**HALF, "b": entry([4, 3], 48, 96)}
+FIRST = said(rank=0)
 LONG = (header.MAX_TEXT + 1).to_bytes(8, "little")
 PROBES: list[tuple[str, Callable[[Path], None]]] = [
     *((hostile.message, partial(_header, hostile)) for hostile in HEADERS),
@@ -73,6 +92,18 @@ PROBES: list[tuple[str, Callable[[Path], None]]] = [
     ("disagree on 1 tensors", lambda folder: weight_map.check_weight_map({"a": "b"}, {})),
     ("a is in a and again in b", partial(_two_shards, {"a": "a", "b": "a"})),
     ("disagree on 2 tensors", partial(_two_shards, {"a": "b", "b": "a"})),
+    *((message, partial(_rank_files, [(text, HALF)])) for text, message in LAYOUTS.values()),
+    ("no layouts", partial(_rank_files, [(None, HALF)])),
+    ("rank 1 of 2 and stands for 0 of 2", partial(_rank_files, [(said(), HALF), (said(), HALF)])),
+    ("rank 0 of 2 and stands for 0 of 1", partial(_rank_files, [(FIRST, HALF)])),
+    ("b is in it or in 0", partial(_rank_files, [(FIRST, HALF), (said(), TWO)])),
+    ("another tensor", partial(_rank_files, [(FIRST, HALF), (said(), {"a": entry([4, 3], 0, 48, "I32")})])),
+    (
+        "cut in another way",
+        partial(_rank_files, [(FIRST, HALF), (said({**GOOD, "blocks": [2, 6]}), HALF)]),
+    ),
+    *((message, partial(_manifest, json.dumps(content).encode())) for content, message in MANIFESTS.values()),
+    ("git lfs pull", partial(_manifest, LFS_POINTER)),
 ]
 
 

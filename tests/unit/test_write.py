@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.index import read_header
 from shardwise.checkpoint.read_plan import Wanted
-from shardwise.checkpoint.save import is_first_holder, plan_writes
+from shardwise.checkpoint.save import plan_writes
 from shardwise.checkpoint.write import (
     CODES,
     Stored,
@@ -180,12 +180,3 @@ def test_each_byte_is_written_once_and_in_file_order() -> None:
     assert (runs[0][0], sum(runs[-1])) == (len(file.start), file.size)
     offsets = [read.offset for _, read in writes]
     assert offsets == sorted(offsets)
-
-
-@pytest.mark.parametrize(
-    ("layout", "holders"),
-    [(Replicated(), [0]), (Shard(0, (8,)), [0, 1, 2, 3]), (Shard(0, (8,), copies=2), [0, 2])],
-    ids=str,
-)
-def test_first_of_those_that_hold_a_piece_writes_it(layout: Layout, holders: list[int]) -> None:
-    assert [rank for rank in range(4) if is_first_holder(layout, rank, 4)] == holders

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shardwise.checkpoint.index import TensorEntry
+from shardwise.checkpoint.layouts import PiecedEntry
 from shardwise.checkpoint.read import Stamp, stamp
 from shardwise.errors import CheckpointError
 from shardwise.runtime.shard import digest
@@ -31,7 +32,8 @@ def describe(index: Mapping[str, TensorEntry], stamps: Mapping[Path, Stamp]) -> 
     """
     tensors = defaultdict(list)
     for key, entry in index.items():
-        tensors[entry.file].append((key, str(entry.dtype), entry.shape, entry.offset))
+        for piece in entry.pieces if isinstance(entry, PiecedEntry) else (entry,):
+            tensors[piece.file].append((key, str(piece.dtype), piece.shape, piece.offset))
     files = {
         f"{file.name}": f"{size} bytes, {len(tensors[file])} tensors ({digest(sorted(tensors[file]))})"
         for file, (size, *_) in stamps.items()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
 )
 
+from shardwise.checkpoint.layouts import read_manifest
 from shardwise.checkpoint.untrusted import kind_of
 from shardwise.checkpoint.weight_map import read_weight_map
 from shardwise.errors import CheckpointError, UnsupportedOption
@@ -53,11 +54,14 @@ class WeightFiles(list[Path]):
 
     Attributes:
         weight_map: File name by tensor, as the index of several files says; None for a single file.
+        sharded: Whether they are a file for each rank, in rank order.
     """
 
-    def __init__(self, paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, paths: Iterable[Path], weight_map: Mapping[str, str] | None = None, sharded: bool = False
+    ) -> None:
         super().__init__(paths)
-        self.weight_map = weight_map
+        self.weight_map, self.sharded = weight_map, sharded
 
 
 def locate(source: Source) -> WeightFiles:
@@ -74,6 +78,9 @@ def locate(source: Source) -> WeightFiles:
     single = _find(source, with_variant(f"{source.stem}.safetensors", source.variant))
     if single is not None:
         return WeightFiles([single])
+    manifest = _find(source, manifest_name(source.stem, source.variant))
+    if manifest is not None:
+        return WeightFiles(_all(source, manifest, read_manifest(manifest)), sharded=True)
     pickled = with_variant(f"{source.stem}.bin", source.variant)
     if _find(source, pickled) or _find(source, f"{pickled}.index.json"):
         raise UnsupportedOption(
@@ -99,6 +106,20 @@ def with_variant(name: str, variant: str | None) -> str:
     """Return the name of a file of a variant: its infix stands in front of the last suffix."""
     stem, _, suffix = name.rpartition(".")
     return f"{stem}.{variant}.{suffix}" if variant else name
+
+
+def manifest_name(stem: str, variant: str | None) -> str:
+    """Return the name of the file that names the files of a sharded checkpoint."""
+    return with_variant(f"{stem}.sharded.json", variant)
+
+
+def has_manifest(source: Source) -> bool:
+    """Return whether a source is a local folder with a sharded checkpoint in it."""
+    folder = Path(source.location)
+    return (
+        folder.is_dir()
+        and (folder / (source.subfolder or "") / manifest_name(source.stem, source.variant)).exists()
+    )
 
 
 def _find(source: Source, name: str) -> Path | None:
@@ -130,7 +151,10 @@ def _regular_file(path: Path) -> Path | None:
 def _shards(source: Source, index: Path) -> WeightFiles:
     """Return the files that an index names, each once."""
     weight_map = read_weight_map(index)
-    names = sorted(set(weight_map.values()))
+    return WeightFiles(_all(source, index, sorted(set(weight_map.values()))), weight_map)
+
+
+def _all(source: Source, index: Path, names: Sequence[str]) -> list[Path]:
     paths = []
     for name in names:
         path = _find(source, name)
@@ -141,4 +165,4 @@ def _shards(source: Source, index: Path) -> WeightFiles:
                 f"{source}: the index names {name}, which is not there{others}; fetch the checkpoint again"
             )
         paths.append(path)
-    return WeightFiles(paths, weight_map)
+    return paths

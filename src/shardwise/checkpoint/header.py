@@ -68,7 +68,12 @@ class TensorEntry:
 
 
 def parse_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEntry]:
-    """Return the tensors that a safetensors file holds, by name.
+    """Return the tensors that a safetensors file holds, by name; see `parse_file`."""
+    return parse_file(file, stream, size)[0]
+
+
+def parse_file(file: Path, stream: BinaryIO, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors that a safetensors file holds, by name, and its metadata.
 
     Args:
         file: What the file is called.
@@ -83,11 +88,12 @@ def parse_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEnt
         raw = stream.read(length)
         if len(raw) != length:
             raise Invalid("it became shorter while its header was read", "wait until it is complete")
-        tensors = {name: _entry(file, name, value, 8 + length) for name, value in _named_values(raw).items()}
+        values, metadata = _named_values(raw)
+        tensors = {name: _entry(file, name, value, 8 + length) for name, value in values.items()}
         _check_coverage(tensors, 8 + length, size)
     except Invalid as error:
         raise CheckpointError(f"{file} is not a valid safetensors file: {error}") from error
-    return tensors
+    return tensors, metadata
 
 
 def _header_length(start: bytes, size: int) -> int:
@@ -103,8 +109,8 @@ def _header_length(start: bytes, size: int) -> int:
     return length
 
 
-def _named_values(raw: bytes) -> dict[str, Any]:
-    """Return what the header says by tensor name, without its metadata."""
+def _named_values(raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the header says by tensor name, and its metadata."""
     if not raw.startswith(b"{"):
         raise Invalid("its header does not start with '{'")
     header = parse_object(raw)
@@ -113,7 +119,7 @@ def _named_values(raw: bytes) -> dict[str, Any]:
         raise Invalid(f"its metadata is not text by name: {short(metadata)}")
     for name in header:
         check_name(name)
-    return header
+    return header, metadata
 
 
 def _entry(file: Path, name: str, value: Any, data_start: int) -> TensorEntry:

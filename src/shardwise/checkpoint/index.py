@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.checkpoint.files import WeightFiles
-from shardwise.checkpoint.header import DTYPES, TensorEntry, parse_header
-from shardwise.checkpoint.untrusted import opened
+from shardwise.checkpoint.header import DTYPES, TensorEntry, parse_file, parse_header
+from shardwise.checkpoint.layouts import PiecedEntry, joined, parse_layouts
+from shardwise.checkpoint.untrusted import Invalid, opened
 from shardwise.checkpoint.weight_map import check_weight_map
 from shardwise.errors import CheckpointError
 
@@ -24,6 +25,8 @@ def read_index(files: Iterable[Path]) -> dict[str, TensorEntry]:
         CheckpointError: a file is invalid, two files hold a tensor of the same name, or the index of `files`
             says otherwise.
     """
+    if isinstance(files, WeightFiles) and files.sharded:
+        return dict(read_sharded_index(files))
     index: dict[str, TensorEntry] = {}
     for file in files:
         for name, entry in read_header(file).items():
@@ -46,3 +49,20 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     """
     with opened(file) as (stream, size):
         return parse_header(file, stream, size)
+
+
+def read_sharded_index(files: Iterable[Path]) -> dict[str, PiecedEntry]:
+    """Return every tensor of a checkpoint that has a file for each rank, by name.
+
+    Raises:
+        CheckpointError: a file is invalid, or they are not those of all ranks, in rank order.
+    """
+    parts = []
+    for file in files:
+        with opened(file) as (stream, size):
+            tensors, metadata = parse_file(file, stream, size)
+        try:
+            parts.append((file, tensors, parse_layouts(metadata, tensors)))
+        except Invalid as error:
+            raise CheckpointError(f"{file} is no file of a sharded checkpoint: {error}") from error
+    return joined(parts)

@@ -102,7 +102,7 @@ class SliceReader:
 
     def _read_ahead(self, plan: ReadPlan, wanted: Mapping[str, Wanted]) -> ReadAhead | None:
         """Return what brings the node's files in, or None if this rank's part of them is in memory."""
-        with _Files(self.stamps) as files:
+        with OpenFiles(self.stamps) as files:
             if not is_cold(plan.reads, files.open):
                 return None
         ranks = sorted({*self.neighbours, self.rank})
@@ -144,7 +144,7 @@ class _Queue:
                 self._progress(read.nbytes, self._total)
 
 
-class _Files:
+class OpenFiles:
     """The files that one thread has open: the system reads ahead by descriptor, and for one stream on each.
 
     Raises:
@@ -155,7 +155,7 @@ class _Files:
         self._stamps = dict(stamps)
         self._descriptors: dict[Path, int] = {}
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(
@@ -180,6 +180,41 @@ class _Files:
             self._check(file, descriptor)
         return self._descriptors[file]
 
+    def fill(self, read: Read, target: memoryview) -> None:
+        """Read the runs one after another into `target`.
+
+        Raises:
+            CheckpointError: a file cannot be read, or ends early.
+        """
+        descriptor, preadv, position, base = self.open(read.file), os.preadv, 0, read.offset
+        try:
+            # The system call of a short row takes less than a microsecond: a generator of runs would add a third to
+            # it. A call that a signal interrupts is repeated by Python.
+            for base in read.bases:
+                for start, length in read.segments:
+                    end = position + length
+                    got = preadv(descriptor, (target[position:end],), base + start)
+                    if got != length:
+                        self._go_on(descriptor, read, target[position:end], base + start, got)
+                    position = end
+        except OSError as error:
+            name = read.places[0].key
+            raise CheckpointError(
+                f"{read.file}: reading {name} at byte {base} or behind it failed: {error}"
+            ) from error
+
+    def _go_on(self, descriptor: int, read: Read, target: memoryview, offset: int, got: int) -> None:
+        """Complete a run of which only the first `got` bytes have come."""
+        done = got
+        while done < len(target):
+            if got == 0:
+                raise CheckpointError(
+                    f"{read.file} ends at byte {offset + done}, in the middle of {read.places[0].key} "
+                    f"({len(target) - done} bytes missing): the file has changed or is truncated"
+                )
+            got = os.preadv(descriptor, (target[done:],), offset + done)
+            done += got
+
     def _check(self, file: Path, descriptor: int) -> None:
         now = stamp(os.fstat(descriptor))
         if self._stamps.setdefault(file, now) != now:
@@ -197,7 +232,7 @@ class _Lane:
         stamps: Mapping[Path, Stamp],
     ) -> None:
         self._tensors, self._wanted, self._device = tensors, wanted, device
-        self._files = _Files(stamps)
+        self._files = OpenFiles(stamps)
         self._stage: Stage | None = None
         self.read_seconds = self.convert_seconds = 0.0
 
@@ -220,7 +255,8 @@ class _Lane:
     def _do(self, read: Read) -> None:
         key = read.places[0].key
         tensor, dtype = self._tensors[key], self._wanted[key].entry.dtype
-        if len(read.places) == 1 and self._device.type == "cpu" and tensor.dtype == dtype:
+        packed = len(read.places) == 1 and not read.places[0].pitch
+        if packed and self._device.type == "cpu" and tensor.dtype == dtype:
             self._fill(read, _bytes(tensor)[read.places[0].start :])
             return
         if self._stage is None:
@@ -236,43 +272,20 @@ class _Lane:
         for place in read.places:
             dtype = self._wanted[place.key].entry.dtype
             source = room[done : done + place.nbytes].view(dtype)
-            target = self._tensors[place.key].view(-1)
-            copies.append((target.narrow(0, place.start // dtype.itemsize, len(source)), source))
+            target = self._tensors[place.key].view(-1)[place.start // dtype.itemsize :]
+            if place.pitch:
+                source = source.view(read.rows, -1)
+                target = target.as_strided(source.shape, (place.pitch // dtype.itemsize, 1))
+            else:
+                target = target[: len(source)]
+            copies.append((target, source))
             done += place.nbytes
         return copies
 
     def _fill(self, read: Read, target: memoryview) -> None:
-        """Read the runs one after another into `target`."""
         begun = time.perf_counter()
-        descriptor, preadv, position, base = self._files.open(read.file), os.preadv, 0, read.offset
-        try:
-            # The system call of a short row takes less than a microsecond: a generator of runs would add a third to
-            # it. A call that a signal interrupts is repeated by Python.
-            for base in read.bases:
-                for start, length in read.segments:
-                    end = position + length
-                    got = preadv(descriptor, (target[position:end],), base + start)
-                    if got != length:
-                        self._go_on(descriptor, read, target[position:end], base + start, got)
-                    position = end
-        except OSError as error:
-            name = read.places[0].key
-            raise CheckpointError(
-                f"{read.file}: reading {name} at byte {base} or behind it failed: {error}"
-            ) from error
+        self._files.fill(read, target)
         self.read_seconds += time.perf_counter() - begun
-
-    def _go_on(self, descriptor: int, read: Read, target: memoryview, offset: int, got: int) -> None:
-        """Complete a run of which only the first `got` bytes have come."""
-        done = got
-        while done < len(target):
-            if got == 0:
-                raise CheckpointError(
-                    f"{read.file} ends at byte {offset + done}, in the middle of {read.places[0].key} "
-                    f"({len(target) - done} bytes missing): the file has changed or is truncated"
-                )
-            got = os.preadv(descriptor, (target[done:],), offset + done)
-            done += got
 
     def _convert(self, function: Callable[..., _T], *args: Any) -> _T:
         begun = time.perf_counter()

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.index import TensorEntry
-from shardwise.plan.layout import Layout, Shard
+from shardwise.checkpoint.layouts import PiecedEntry
+from shardwise.errors import CheckpointError
+from shardwise.plan.layout import Layout, Shard, Span, overlaps
 
 CHUNK = 16 * 2**20
 """Bytes of one read at most: the unit of threads, progress and staging. 1 to 64 MiB were equally fast."""
@@ -43,11 +45,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Place:
-    """A part of the slice of one tensor, in bytes of the file's dtype."""
+    """A part of the slice of one tensor, in bytes of the file's dtype.
+
+    Rows are packed, or begin `pitch` bytes apart: where a slice is put together from the pieces of several files.
+    """
 
     key: str
     start: int
     nbytes: int
+    pitch: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,17 +118,20 @@ class Read:
         (place,), width = self.places, self.nbytes // self.rows
         for first in range(0, self.rows, size):
             rows = min(size, self.rows - first)
-            part = Place(place.key, place.start + first * width, rows * width)
+            start = place.start + first * (place.pitch or width)
+            part = replace(place, start=start, nbytes=rows * width)
             yield replace(self, offset=self.offset + first * self.pitch, rows=rows, places=(part,))
 
     def _cut_runs(self, limit: int) -> Iterator[Read]:
-        (place,), done = self.places, 0
-        for offset, length in self.runs():
-            for cut in range(0, length, limit):
-                size = min(limit, length - cut)
-                part = Place(place.key, place.start + done, size)
-                yield Read(self.file, offset + cut, ((0, size),), (part,))
-                done += size
+        (place,), width = self.places, self.nbytes // self.rows
+        for row, base in enumerate(self.bases):
+            start = place.start + row * (place.pitch or width)
+            for offset, length in self.segments:
+                for cut in range(0, length, limit):
+                    size = min(limit, length - cut)
+                    part = Place(place.key, start + cut, size)
+                    yield Read(self.file, base + offset + cut, ((0, size),), (part,))
+                start += length
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,8 @@ def plan_reads(wanted: Mapping[str, Wanted], rank: int, degree: int) -> ReadPlan
 def _reads_of(key: str, want: Wanted, rank: int, degree: int) -> list[Read]:
     """Return the reads of one tensor's slice: rows where it is cut along a later dim, else a run for each block."""
     entry, layout = want.entry, want.layout
+    if isinstance(entry, PiecedEntry):
+        return _reads_of_pieces(key, entry, layout, rank, degree)
     segments, rows, pitch = [(0, entry.nbytes)], 1, entry.nbytes
     if isinstance(layout, Shard):
         inner = prod(entry.shape[layout.dim + 1 :]) * entry.dtype.itemsize
@@ -174,6 +185,44 @@ def _reads_of(key: str, want: Wanted, rank: int, degree: int) -> list[Read]:
         reads.append(Read(entry.file, entry.offset + start, ((0, length),), (Place(key, done, length),)))
         done += length
     return reads
+
+
+def _reads_of_pieces(key: str, entry: PiecedEntry, layout: Layout, rank: int, degree: int) -> list[Read]:
+    """Return the reads of a slice of a tensor that is cut in its files: what the slice shares with each piece.
+
+    Raises:
+        CheckpointError: it is cut along another dim there.
+    """
+    cut, parts = entry.layout, len(entry.pieces)
+    if not isinstance(cut, Shard):
+        own = Wanted(entry.pieces[rank * parts // degree], layout, entry.dtype)
+        return _reads_of(key, own, rank, degree)
+    dim = cut.dim
+    if isinstance(layout, Shard) and layout.dim != dim:
+        raise CheckpointError(
+            f"{key} is cut along dim {dim} in {entry.file.parent}, and along dim {layout.dim} by this plan: "
+            "the checkpoint was sharded with another plan; put it together with `shardwise unshard` first"
+        )
+    spans = layout.spans(rank, degree) if isinstance(layout, Shard) else (Span(0, entry.shape[dim]),)
+    width = sum(span.length for span in spans)
+    reads = []
+    for holder in cut.holders(parts, rank if parts == degree else 0):
+        piece = entry.pieces[holder]
+        for start, to, length in overlaps(cut.spans(holder, parts), spans):
+            reads.append(_read_of_piece(key, piece, dim, (start, to, length), width))
+    return [read for read in reads if read.nbytes]
+
+
+def _read_of_piece(key: str, piece: TensorEntry, dim: int, overlap: tuple[int, int, int], width: int) -> Read:
+    """Return the read of a run of indices of a piece, which goes into a slice that is `width` indices wide."""
+    start, to, length = overlap
+    rows, inner = prod(piece.shape[:dim]), prod(piece.shape[dim + 1 :]) * piece.dtype.itemsize
+    size, pitch = length * inner, piece.shape[dim] * inner
+    if rows == 1 or size == pitch == width * inner:
+        place = Place(key, to * inner, rows * size)
+        return Read(piece.file, piece.offset + start * inner, ((0, rows * size),), (place,))
+    place = Place(key, to * inner, rows * size, width * inner)
+    return Read(piece.file, piece.offset, ((start * inner, size),), (place,), rows, pitch)
 
 
 def _merged(segments: Iterable[Segment]) -> list[Segment]:

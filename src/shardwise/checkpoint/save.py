@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.read import Progress
 from shardwise.checkpoint.read_plan import CHUNK, Read, Wanted, plan_reads
-from shardwise.checkpoint.write import NewCheckpoint, NewFile, created, write_runs
+from shardwise.checkpoint.write import NewCheckpoint, NewFile, created, write_all, write_runs
 from shardwise.plan.layout import Layout, Replicated, Shard
 from shardwise.runtime.group import TensorParallelGroup
 
@@ -28,17 +28,13 @@ def plan_writes(wanted: Mapping[str, Wanted], degree: int) -> list[Write]:
     """Return who writes what of the `wanted` tensors, in file order: each byte once, of the first rank that has it."""
     writes: list[Write] = []
     for rank in range(degree):
-        mine = {key: want for key, want in wanted.items() if is_first_holder(want.layout, rank, degree)}
+        mine = {key: want for key, want in wanted.items() if rank in _writers(want.layout, degree)}
         writes += [(rank, read) for read in plan_reads(mine, rank, degree).reads]
     return sorted(writes, key=lambda write: (write[1].offset, write[0]))
 
 
-def is_first_holder(layout: Layout, rank: int, degree: int) -> bool:
-    """Return whether no rank in front of `rank` holds the same piece as it does."""
-    if not isinstance(layout, Shard):
-        return rank == 0
-    mine = layout.share(rank, degree)
-    return all(layout.share(before, degree) != mine for before in range(rank))
+def _writers(layout: Layout, degree: int) -> list[int]:
+    return layout.holders(degree) if isinstance(layout, Shard) else [0]
 
 
 def write_gathered(
@@ -76,6 +72,22 @@ def write_gathered(
                 )
             with group.agreement(subject, patience), stack:
                 courier.bring(writes, _sink(descriptor, checkpoint.nbytes, progress))
+
+
+def write_own(folder: Path, file: NewFile, tensors: Mapping[str, Tensor], progress: Progress | None) -> None:
+    """Write a file with slices of this rank, each as it is.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with created(folder / file.name, file) as descriptor:
+        for name, entry in file.entries.items():
+            data = _flat(tensors[name])
+            for start in range(0, entry.nbytes, CHUNK):
+                piece = data[start : start + CHUNK].cpu().numpy().data
+                write_all(descriptor, piece, entry.offset + start)
+                if progress is not None:
+                    progress(len(piece), file.size - len(file.start))
 
 
 def _wanted(file: NewFile, layouts: Mapping[str, Layout]) -> dict[str, Wanted]:

@@ -46,7 +46,7 @@ def parse_weight_map(index: Path, raw: bytes) -> dict[str, str]:
             raise Invalid(f"its weight_map names no files: {short(weight_map)}")
         for tensor, name in weight_map.items():
             check_name(tensor)
-            if not _is_plain_file_name(name):
+            if not is_plain_file_name(name):
                 raise Invalid(
                     f"it names {short(name)} for {tensor}: shards must be plain file names beside the index",
                 )
@@ -90,7 +90,7 @@ def check_weight_map(weight_map: Mapping[str, str], found: Mapping[str, Path]) -
         )
 
 
-def _is_plain_file_name(name: object) -> bool:
+def is_plain_file_name(name: object) -> bool:
     """Return whether `name` names a file in the folder it is used in, on any system."""
     if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > 255:
         return False

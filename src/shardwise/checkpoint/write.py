@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from shardwise.checkpoint.files import with_variant
+from shardwise.checkpoint.files import manifest_name, with_variant
 from shardwise.checkpoint.header import DTYPES, TensorEntry
 from shardwise.checkpoint.read_plan import Read
 from shardwise.errors import CheckpointError, UnsupportedOption
@@ -195,14 +195,21 @@ def _explained(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
-def weight_names(stem: str, variant: str | None) -> re.Pattern[str]:
-    """Return what the names of the weight files and of the index of one variant look like."""
+def rank_file(stem: str, variant: str | None, rank: int, degree: int) -> str:
+    """Return the name of the file of one rank in a sharded checkpoint."""
+    name = with_variant(f"{stem}.safetensors", variant).removesuffix(".safetensors")
+    return f"{name}-rank-{rank + 1:05d}-of-{degree:05d}.safetensors"
+
+
+def _weight_names(stem: str, variant: str | None) -> re.Pattern[str]:
+    """Return what the names of the weight files, and of what lists them, of one variant look like."""
     single = re.escape(with_variant(f"{stem}.safetensors", variant)).removesuffix(r"\.safetensors")
     index = re.escape(with_variant(f"{stem}.safetensors.index.json", variant))
-    return re.compile(rf"{single}(-\d{{5}}-of-\d{{5}})?\.safetensors|{index}")
+    manifest = re.escape(manifest_name(stem, variant))
+    return re.compile(rf"{single}((-rank)?-\d{{5}}-of-\d{{5}})?\.safetensors|{index}|{manifest}")
 
 
 def superseded(names: Iterable[str], stem: str, variant: str | None) -> set[str]:
     """Return which names of files in a folder are those of a checkpoint that a new one takes the place of."""
-    weights = weight_names(stem, variant)
+    weights = _weight_names(stem, variant)
     return {name for name in names if name == "config.json" or weights.fullmatch(name)}

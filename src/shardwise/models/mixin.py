@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
+from diffusers import ModelMixin
 from torch import nn
 
 from shardwise.checkpoint.report import LoadReport
-from shardwise.models.parallelism import as_config, enable_parallelism, is_context_parallel, load_sharded
+from shardwise.errors import UnsupportedOption
+from shardwise.models.parallelism import (
+    as_config,
+    enable_parallelism,
+    is_context_parallel,
+    is_sharded_folder,
+    load_sharded,
+    load_whole,
+)
 from shardwise.plan.check import CheckReport
 from shardwise.plan.resolve import Plan
 
@@ -52,13 +62,30 @@ class TensorParallelMixin:
         config = kwargs.pop("parallel_config", None)
         loader: Any = super()
         if config is None:
+            if is_sharded_folder(pretrained_model_name_or_path, kwargs):
+                return load_whole(cls, pretrained_model_name_or_path, kwargs)
             return loader.from_pretrained(pretrained_model_name_or_path, **kwargs)
         if is_context_parallel(config):
             return loader.from_pretrained(pretrained_model_name_or_path, parallel_config=config, **kwargs)
         config = as_config(config)
         if config.tp_degree == 1:
-            return loader.from_pretrained(pretrained_model_name_or_path, **kwargs)
+            return cls.from_pretrained(pretrained_model_name_or_path, **kwargs)
         return load_sharded(cls, pretrained_model_name_or_path, config, kwargs)
+
+    @wraps(ModelMixin.save_pretrained, assigned=())
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save a model; a sharded one is saved by all ranks together, see `shardwise.models.saving.save_sharded`.
+
+        Raises:
+            UnsupportedOption: `sharded=True` for a model that is not sharded.
+        """
+        if kwargs.pop("sharded", False):
+            raise UnsupportedOption(
+                f"sharded=True writes a file for each rank, and this {type(self).__name__} is not sharded: "
+                "leave it out, or cut the saved folder with `shardwise shard`"
+            )
+        saver: Any = super()
+        saver.save_pretrained(save_directory, *args, **kwargs)
 
     def enable_parallelism(self, *, config: Any, plan: Plan | None = None, cp_plan: Any = None) -> None:
         """Shard this model, which is in memory; see `shardwise.enable_parallelism` for what it costs.

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.agree import describe, stamps_of
-from shardwise.checkpoint.files import Source, locate
+from shardwise.checkpoint.files import Source, has_manifest, locate
 from shardwise.checkpoint.hub import already_here, at_commit, commit_of
 from shardwise.checkpoint.index import TensorEntry, read_index
 from shardwise.checkpoint.load import DtypeRule, KeyReport, load_tensors, match_keys
@@ -168,7 +168,7 @@ _WITHOUT_EFFECT = ("disable_mmap", "flashpack_kwargs")  # no file is mapped, and
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """A model without weights, and what the plan means for it: all that can be checked before reading."""
 
     model: Any
@@ -190,12 +190,12 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
     """
     subject = f"loading {cls.__name__} from {location}"
     if not is_initialized():
-        _prepare(cls, location, config, LoadOptions.parse(kwargs))  # what is wrong with the call comes first
+        prepare(cls, location, config, LoadOptions.parse(kwargs))  # what is wrong with the call comes first
     group = TensorParallelGroup.of(config)
     patience = timedelta(seconds=config.load_timeout)
     options = _agree_on_options(subject, location, kwargs, group)
     with group.agreement(subject) as step:
-        ready = _prepare(cls, location, config, options)
+        ready = prepare(cls, location, config, options)
         model = ready.model
         group.check(config)
         static = StaticCheck(config)
@@ -209,7 +209,7 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
     with group.agreement(subject, patience) as step:
         shapes = global_shapes(model)
         stamps = stamps_of(files := locate(already_here(source)))
-        index, keys = _match(model, source, files)
+        index, keys = match(model, source, files)
         step.must_equal(**describe(index, stamps))
     with group.agreement(subject, patience), progress_bar(subject, group) as progress:
         reader = SliceReader(group.rank, group.degree, group.device, neighbours, stamps, progress)
@@ -226,6 +226,32 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
     return (model, _loading_info(keys)) if options.output_loading_info else model
 
 
+def is_sharded_folder(location: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a location is a local folder with a file for each rank; with the options of `from_pretrained`."""
+    return has_manifest(Source(str(location), kwargs.get("subfolder"), kwargs.get("variant")))
+
+
+def load_whole(cls: Any, location: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return the whole model of a folder with a file for each rank, on the CPU; no process group is needed.
+
+    Raises:
+        UnsupportedOption: an option that cannot be honoured; before any file is opened.
+        CheckpointError: files that are missing, invalid, or do not fit the model.
+    """
+    options = LoadOptions.parse(kwargs)
+    model, source = _without_weights(cls, location, options), options.source(location)
+    stamps = stamps_of(files := locate(source))
+    index, keys = match(model, source, files)
+    reader = SliceReader(0, 1, torch.device("cpu"), (0,), stamps)
+    dtype = _dtype_rule(model, options.dtype)
+    tensors, report = load_tensors(model, index, keys, ResolvedPlan(1, (), {}), reader, dtype)
+    assign(model, tensors)
+    vars(model)["load_report"] = report
+    model.register_to_config(_name_or_path=str(location))
+    model.eval()
+    return (model, _loading_info(keys)) if options.output_loading_info else model
+
+
 def _agree_on_options(
     subject: str, location: Any, kwargs: Mapping[str, Any], group: TensorParallelGroup
 ) -> LoadOptions:
@@ -237,7 +263,20 @@ def _agree_on_options(
     return replace(options, hub=source.hub)
 
 
-def _prepare(cls: Any, location: Any, config: TensorParallelConfig, options: LoadOptions) -> _Prepared:
+def prepare(cls: Any, location: Any, config: TensorParallelConfig, options: LoadOptions) -> Prepared:
+    """Return a model without weights and its resolved plan; no weight file is opened.
+
+    Raises:
+        CheckpointError: there is no configuration.
+        UnsupportedOption: the checkpoint is quantized.
+        PlanError: the plan does not fit the model at this degree.
+    """
+    model = _without_weights(cls, location, options)
+    resolved = resolve(model, choose_plan(model, config), config.tp_degree, uneven=config.uneven)
+    return Prepared(model, resolved)
+
+
+def _without_weights(cls: Any, location: Any, options: LoadOptions) -> Any:
     try:
         model_config, unused = cls.load_config(
             location, subfolder=options.subfolder, return_unused_kwargs=True, **options.hub, **options.model
@@ -250,12 +289,15 @@ def _prepare(cls: Any, location: Any, config: TensorParallelConfig, options: Loa
             "quantized storage cannot be sliced; use the unquantized weights"
         )
     with meta_parameters(), _default_dtype(options.dtype):
-        model = cls.from_config(copy.deepcopy(model_config), **unused)
-    resolved = resolve(model, choose_plan(model, config), config.tp_degree, uneven=config.uneven)
-    return _Prepared(model, resolved)
+        return cls.from_config(copy.deepcopy(model_config), **unused)
 
 
-def _match(model: Any, source: Source, files: Iterable[Path]) -> tuple[dict[str, TensorEntry], KeyReport]:
+def match(model: Any, source: Source, files: Iterable[Path]) -> tuple[dict[str, TensorEntry], KeyReport]:
+    """Return the tensors of a checkpoint, and how they meet those of a model.
+
+    Raises:
+        CheckpointError: a file is invalid, or weights are missing or do not fit.
+    """
     index = read_index(files)
     if hasattr(model, "_fix_state_dict_keys_on_load"):
         model._fix_state_dict_keys_on_load(index)  # diffusers' renames of old attention keys

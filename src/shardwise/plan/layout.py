@@ -93,6 +93,15 @@ class Shard:
         each, more = divmod(self.units, degree)
         return Span(rank * each + min(rank, more), each + (rank < more))
 
+    def holders(self, degree: int, preferred: int = 0) -> list[int]:
+        """Return a rank for each piece that holds it: the `preferred` one, if it does, or else the first."""
+        mine = self.share(preferred, degree)
+        return [
+            preferred if self.share(rank, degree) == mine else rank
+            for rank in range(degree)
+            if rank == 0 or self.share(rank, degree) != self.share(rank - 1, degree)
+        ]
+
     def scaled(self, size: int, rank: int, degree: int) -> int:
         """Return what a size, or the border of a block, along the sharded dim is on a rank."""
         return size * self.share(rank, degree).length // self.pieces(degree)
@@ -166,6 +175,26 @@ def followers(size: int, parts: int, shares: Iterable[Fraction] = ()) -> tuple[i
     return tuple(
         dict.fromkeys(int(size * part) for part in (*parted, *shares) if (size * part).denominator == 1)
     )
+
+
+def overlaps(source: Iterable[Span], target: Iterable[Span]) -> list[tuple[int, int, int]]:
+    """Return what two pieces of one dim share, each of some spans: (index in one, index in the other, length)."""
+    runs: list[tuple[int, int, int]] = []
+    spans, at = list(target), 0
+    for theirs in source:
+        to = 0
+        for mine in spans:
+            start, stop = max(theirs.start, mine.start), min(theirs.stop, mine.stop)
+            if start < stop:
+                run = (at + start - theirs.start, to + start - mine.start, stop - start)
+                before = runs[-1] if runs else (0, 0, 0)
+                if (before[0] + before[2], before[1] + before[2]) == run[:2] and runs:
+                    runs[-1] = (before[0], before[1], before[2] + run[2])
+                else:
+                    runs.append(run)
+            to += mine.length
+        at += theirs.length
+    return runs
 
 
 MAX_BLOCKS = 65536
