@@ -40,6 +40,7 @@ _plan_file = click.option(
 _uneven = click.option(
     "--uneven", is_flag=True, help="Share heads that a degree does not divide in unequal numbers."
 )
+_variant = click.option("--variant", help='Infix of the file names, such as "fp16".')
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 
@@ -236,6 +237,60 @@ def plan(
         click.echo(found.as_python())
     else:
         click.echo(str(found))
+
+
+@main.command()
+@click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@_tp(2)
+@_variant
+@_plan_file
+@_uneven
+def shard(
+    source: Path, target: Path, tp_degree: int, variant: str | None, plan_file: Path | None, uneven: bool
+) -> None:
+    """Cut the model in folder SOURCE for a number of ranks, one file for each, into folder TARGET.
+
+    from_pretrained(parallel_config=...) reads them without a seek at this degree, and at any other. Takes 16 MiB of
+    memory. If it is stopped, the same command goes on where it was.
+
+    Exits 1 if the plan is wrong, 2 if something else is.
+    """
+    from shardwise.config import TensorParallelConfig
+    from shardwise.models.offline import shard_folder
+    from shardwise.models.progress import bar_of_bytes
+    from shardwise.plan.files import read_plan
+
+    with _exit_codes(), bar_of_bytes(f"{source} for {tp_degree} ranks") as progress:
+        plan = read_plan(plan_file) if plan_file else None
+        config = TensorParallelConfig(tp_degree, plan=plan, uneven=uneven)
+        done = shard_folder(source, target, config, variant, progress)
+    _say_resumed(done)
+
+
+@main.command()
+@click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@_variant
+@click.option("--max-shard-size", default="10GB", show_default=True, help="Size from which files are split.")
+def unshard(source: Path, target: Path, variant: str | None, max_shard_size: str) -> None:
+    """Put the files of ranks in folder SOURCE together, as diffusers keeps a model, into folder TARGET.
+
+    Takes 16 MiB of memory. If it is stopped, the same command goes on where it was.
+
+    Exits 2 if something is wrong.
+    """
+    from shardwise.models.offline import unshard_folder
+    from shardwise.models.progress import bar_of_bytes
+
+    with _exit_codes(), bar_of_bytes(f"{source} as a whole") as progress:
+        done = unshard_folder(source, target, variant, max_shard_size, progress)
+    _say_resumed(done)
+
+
+def _say_resumed(files: int) -> None:
+    if files:
+        click.echo(f"{files} file{'s' if files > 1 else ''} had been completed before")
 
 
 def _degrees(value: str | None) -> tuple[int, ...] | None:

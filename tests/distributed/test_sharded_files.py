@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from shardwise import TensorParallelConfig
 from shardwise.checkpoint import save
+from shardwise.models import offline as offline_module
+from shardwise.models.offline import shard_folder
 from tests.distributed.test_load_promises import MIB, WIDE, _is_mine, _peak, _requested
 from tests.distributed.test_saving import attempt, differences, load
 from tests.helpers import family, outputs, randomize, relative_error, save_tiny, tiny_inputs
@@ -269,3 +271,13 @@ def test_E3_diffusers_does_not_take_the_files_for_a_checkpoint(two_ranks: Pool, 
     two_ranks.run(saved, getattr(family(name), name), tmp_path / "source", tmp_path / "target")
     with pytest.raises(OSError, match="no file named"):
         getattr(diffusers, name).from_pretrained(tmp_path / "target")
+
+
+@pytest.mark.parametrize("cls", [Parallel, Grouped, Mixture], ids=lambda cls: cls.__name__)
+def test_E3_files_of_the_ranks_are_those_of_the_command(ranks: Pool, tmp_path: Path, cls: type[Any]) -> None:
+    source, target, offline = (tmp_path / name for name in ("source", "target", "offline"))
+    randomize(cls()).save_pretrained(source)
+    ranks.run(saved, cls, source, target)
+    with mock.patch.object(offline_module, "model_class", return_value=cls):
+        shard_folder(source, offline, TensorParallelConfig(ranks.size))
+    assert differences(target, offline) == []

@@ -18,21 +18,23 @@ Superseded = Callable[[Iterable[str]], set[str]]
 class NewFolder:
     """A folder under another name while the context is open; `publish` gives it its own.
 
-    Left without, it and the folders made for it are removed. Only a process that is killed leaves it behind.
+    Left without, it and the folders made for it are removed. Only a process that is killed leaves it behind. A folder
+    for a `job` stays where it is, and is found again by whoever does the same job.
 
     Args:
         target: What the folder is to be called. A folder of this name is replaced if it holds nothing else than
             what the new one takes the place of.
         superseded: What that is.
+        job: What tells jobs apart, if one that was stopped is to be gone on with.
 
     Raises:
         CheckpointError: the target holds something else, or the folder cannot be made.
     """
 
-    def __init__(self, target: Path, superseded: Superseded) -> None:
+    def __init__(self, target: Path, superseded: Superseded, job: str | None = None) -> None:
         self.target = Path(os.path.realpath(target))
-        self._superseded = superseded
-        token = uuid.uuid4().hex[:8]
+        self._superseded, self._job = superseded, job
+        token = job or uuid.uuid4().hex[:8]
         self.path = self.target.with_name(f".{self.target.name}.saving-{token}")
         self._old = self.target.with_name(f".{self.target.name}.replaced-{token}")
         self._parents: list[Path] = []
@@ -41,7 +43,7 @@ class NewFolder:
         self._check_target()
         self._parents = [parent for parent in self.target.parents if not parent.exists()]
         try:
-            self.path.mkdir(parents=True)
+            self.path.mkdir(parents=True, exist_ok=self._job is not None)
         except OSError as error:
             self._clean()
             raise CheckpointError(f"no folder can be made beside {self.target}: {error}") from error
@@ -50,7 +52,7 @@ class NewFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.path.exists():
+        if self.path.exists() and self._job is None:
             self._clean()
 
     def publish(self) -> None:
