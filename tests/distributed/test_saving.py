@@ -17,9 +17,10 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
-from shardwise import TensorParallelConfig, enable_parallelism
+from shardwise import TensorParallelConfig, demo_model_path, enable_parallelism
 from shardwise.checkpoint import save, write
 from shardwise.errors import ShardwiseError
 from shardwise.plan.layout import Layout, Shard
@@ -182,6 +183,52 @@ def _round_trip(source: Path, target: Path) -> float:
 def test_E3_saved_folder_is_loaded_sharded_again(ranks: Pool, tmp_path: Path) -> None:
     randomize(Parallel()).save_pretrained(tmp_path / "source")
     assert set(ranks.run(_round_trip, tmp_path / "source", tmp_path / "target")) == {0.0}
+
+
+def _of_a_pipeline(folder: Path) -> None:
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
+
+    logging.disable_progress_bar()
+    pipeline, name = DiffusionPipeline.from_pretrained(demo_model_path()), "Flux2Transformer2DModel"
+    pipeline.transformer = load(getattr(family(name), name), demo_model_path(), subfolder="transformer")
+    pipeline.save_pretrained(folder)
+
+
+def test_E3_pipeline_with_a_sharded_model_is_saved_and_diffusers_loads_it(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    two_ranks.run(_of_a_pipeline, tmp_path / "pipeline")
+    saved_one, source = (folder / "transformer" for folder in (tmp_path / "pipeline", demo_model_path()))
+    weights = "diffusion_pytorch_model.safetensors"
+    first, second = load_file(saved_one / weights), load_file(source / weights)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "pipeline")
+    assert type(again.transformer) is diffusers.Flux2Transformer2DModel
+
+
+def _in_two_groups(source: Path, target: Path) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Parallel.from_pretrained(source, parallel_config=TensorParallelConfig(mesh=mesh["tp"]))
+    model.save_pretrained(target / f"group-{mesh.get_coordinate()[0]}")
+
+
+def test_E3_each_group_of_a_larger_world_saves_its_model(four_ranks: Pool, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    randomize(Parallel()).save_pretrained(source)
+    four_ranks.run(_in_two_groups, source, tmp_path)
+    assert all(differences(source, tmp_path / f"group-{number}") == [] for number in (0, 1))
+
+
+def _compiled(source: Path, target: Path) -> None:
+    torch.compile(load(Parallel, source), backend="eager").save_pretrained(target)
+
+
+def test_E3_compiled_model_is_saved(two_ranks: Pool, tmp_path: Path) -> None:
+    randomize(Parallel()).save_pretrained(tmp_path / "source")
+    two_ranks.run(_compiled, tmp_path / "source", tmp_path / "target")
+    assert differences(tmp_path / "source", tmp_path / "target") == []
 
 
 # --- negative controls -----------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.checkpoint.files import Source, WeightFiles, has_manifest, locate
@@ -239,6 +241,38 @@ def test_overlaps_are_the_indices_that_both_have(
 )
 def test_each_piece_has_one_holder(layout: Shard, preferred: int, holders: list[int]) -> None:
     assert layout.holders(4, preferred) == holders
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[Shard, int, Shard, int]:
+    """Draw two cuts of one dim, of the same blocks or of their sum, and the numbers of ranks they are for."""
+    first, second = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    units = draw(st.integers(max(first, second), 9))
+    blocks = [units * first * second * n for n in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))]
+    shards = []
+    for degree in (first, second):
+        own = tuple(blocks) if draw(st.booleans()) else (sum(blocks),)
+        copies = draw(st.sampled_from([n for n in range(1, degree + 1) if degree % n == 0]))
+        uneven = copies == 1 and draw(st.booleans())
+        shards.append(Shard(0, own, copies, units if uneven else 0))
+    return shards[0], first, shards[1], second
+
+
+@given(cuts())
+@settings(max_examples=300, deadline=None)
+def test_whatever_the_cuts_each_index_of_a_slice_comes_once_and_from_its_place(
+    cut: tuple[Shard, int, Shard, int],
+) -> None:
+    source, before, target, after = cut
+    for rank in range(after):
+        spans = target.spans(rank, after)
+        found: list[int] = [-1] * sum(span.length for span in spans)
+        for holder in source.holders(before):
+            piece = [i for span in source.spans(holder, before) for i in range(span.start, span.stop)]
+            for start, to, length in overlaps(source.spans(holder, before), spans):
+                assert found[to : to + length] == [-1] * length
+                found[to : to + length] = piece[start : start + length]
+        assert found == [i for span in spans for i in range(span.start, span.stop)]
 
 
 # --- hostile files ---------------------------------------------------------------------------------------------------

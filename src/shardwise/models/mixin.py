@@ -49,7 +49,8 @@ class TensorParallelMixin:
         """Load a model; with `parallel_config=TensorParallelConfig(...)` each rank reads only its own slices.
 
         All other arguments are those of diffusers' `from_pretrained`. At degree 1 the ordinary model is
-        returned and no process group is needed. The sharded model is on the rank's device already.
+        returned and no process group is needed. The sharded model is on the rank's device already. A folder with a
+        file for each rank, from `save_pretrained(sharded=True)`, is read at any degree.
 
         Raises:
             UnsupportedOption: `device_map`, `quantization_config`, `low_cpu_mem_usage=False`,
