@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise import __version__
+from shardwise.bench.command import bench
 from shardwise.errors import PlanError, ShardwiseError
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print the repor
 @click.version_option(__version__, prog_name="shardwise")
 def main() -> None:
     """Tensor parallelism for diffusers pipelines."""
+
+
+main.add_command(bench)
 
 
 @main.command()

@@ -32,13 +32,15 @@ MAY_IMPORT = {
 }
 """Part of the package -> the parts it may import. Those that are not listed stand on top, and may import all."""
 
-KNOWS_MODELS = {"models", "pipeline", "demo"}
+KNOWS_MODELS = {"models", "pipeline", "demo", "bench"}
 """Parts that may import diffusers and transformers."""
 
 ASKS_ONLY = {"is_available", "is_initialized", "get_rank", "get_world_size"}
 """Functions of torch.distributed that need no other rank."""
 TALKS = {
     "launch.py": {"init_process_group", "destroy_process_group", "elastic_launch"},
+    "bench/ranks.py": {"init_process_group", "barrier"},
+    "bench/steps.py": {"barrier"},
 }
 """What files other than `runtime/group.py` use of torch.distributed beyond that."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,6 +66,9 @@ class SliceReader:
     progress: Progress | None = None
     threads: int | None = None
 
+    empty: ClassVar[Callable[..., Tensor]] = torch.empty
+    """Makes the tensors that are read into; a measurement may put memory here that is mapped already."""
+
     def read(self, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Tensor], LoadReport]:
         """Return this rank's slice of each of the `wanted` tensors, by key, and what it took.
 
@@ -75,7 +78,7 @@ class SliceReader:
         start = time.perf_counter()
         plan = plan_reads(wanted, self.rank, self.degree)
         tensors = {
-            key: torch.empty(want.local_shape(self.rank, self.degree), dtype=want.dtype, device=self.device)
+            key: self.empty(want.local_shape(self.rank, self.degree), dtype=want.dtype, device=self.device)
             for key, want in wanted.items()
         }
         threads = max(1, min(self.threads or self._share_of_the_cores(), len(plan.reads)))

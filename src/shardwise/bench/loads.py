@@ -1,0 +1,211 @@
+"""One load of one kind, on one rank, measured: what `shardwise bench load` runs in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import diffusers
+import torch
+import torch.distributed as dist
+from diffusers import Flux2Transformer2DModel as DiffusersModel  # and with it what a load would import
+from torch import Tensor, nn
+
+from shardwise.bench import diffusers_tp
+from shardwise.bench.arena import Arena
+from shardwise.bench.checkpoint import STEM
+from shardwise.bench.gauges import drop_from_memory, file_bytes, memory, settle
+from shardwise.bench.ranks import Watch
+from shardwise.checkpoint.read import SliceReader
+from shardwise.config import TensorParallelConfig
+from shardwise.models import Flux2Transformer2DModel
+from shardwise.models.flux2 import PLAN
+from shardwise.models.lookup import skeleton
+from shardwise.plan.resolve import resolve
+
+DTYPE = torch.bfloat16
+_ROOM_BETWEEN = 64  # bytes for each tensor, so that it begins where it may
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to load.
+
+    Attributes:
+        title: What a reader calls it.
+        load: Loads a folder over a number of ranks.
+        ready: Whether slices go to memory that is in place before, as that of a device is.
+        full: Whether each rank holds the whole model first.
+    """
+
+    title: str
+    load: Callable[[Path, int], Any]
+    ready: bool = False
+    full: bool = False
+
+
+def _config(folder: Path, degree: int) -> TensorParallelConfig:
+    return TensorParallelConfig(degree, plan=plan_of(folder))
+
+
+def _shardwise(folder: Path, degree: int) -> Any:
+    config = _config(folder, degree)
+    return Flux2Transformer2DModel.from_pretrained(folder, parallel_config=config, dtype=DTYPE)
+
+
+def _diffusers(folder: Path, degree: int) -> Any:
+    config = diffusers_tp.config(degree)
+    return DiffusersModel.from_pretrained(folder, parallel_config=config, torch_dtype=DTYPE)
+
+
+def _shardwise_full(folder: Path, degree: int) -> Any:
+    model = Flux2Transformer2DModel.from_pretrained(folder, dtype=DTYPE)
+    model.enable_parallelism(config=_config(folder, degree))
+    return model
+
+
+def _diffusers_full(folder: Path, degree: int) -> Any:
+    model = DiffusersModel.from_pretrained(folder, torch_dtype=DTYPE)
+    model.enable_parallelism(config=diffusers_tp.config(degree))
+    return model
+
+
+KINDS = {
+    "shardwise": Kind("shardwise", _shardwise),
+    "shardwise_ready": Kind("shardwise, into ready memory", _shardwise, ready=True),
+    "diffusers": Kind("diffusers", _diffusers),
+    "diffusers_ready": Kind("diffusers, into ready memory", _diffusers, ready=True),
+    "shardwise_full_then_shard": Kind("shardwise, load all, then shard", _shardwise_full, full=True),
+    "diffusers_full_then_shard": Kind("diffusers, load all, then shard", _diffusers_full, full=True),
+}
+
+
+def measure(
+    watch: Watch, name: str, folder: Path, rehearsal: Path, cold: bool, check: bool
+) -> dict[str, Any]:
+    """Load `folder` on this rank, and return what that took.
+
+    Args:
+        watch: Told when the load begins and ends.
+        name: One of `KINDS`.
+        folder: The checkpoint.
+        rehearsal: A tiny checkpoint of the same class, which is loaded before: what happens once in a process is no
+            part of a load.
+        cold: Whether the files are dropped from memory first.
+        check: Whether to add the check sums of the tensors, by name.
+    """
+    kind, degree = KINDS[name], dist.get_world_size()
+    with quiet():
+        _once(kind, rehearsal, degree, None)
+        arena = Arena(room_for(folder, degree)) if kind.ready else None
+        if cold and dist.get_rank() == 0:
+            cold = drop_from_memory(sorted(folder.glob("*.safetensors")))
+        found, model = _measured(watch, lambda: _once(kind, folder, degree, arena))
+    shard = sum(_local(p).nbytes for p in model.parameters())
+    found |= {"shard_bytes": shard, "new_bytes": 0 if kind.ready else shard, "cold": cold}
+    if check:
+        found["check_sums"] = {key: _check_sum(_local(p)) for key, p in model.named_parameters()}
+    return found
+
+
+def _once(kind: Kind, folder: Path, degree: int, arena: Arena | None) -> Any:
+    with ExitStack() as changes:
+        if kind.load in (_diffusers, _diffusers_full):
+            changes.enter_context(diffusers_tp.on_cpu(arena))
+            changes.enter_context(diffusers_tp.same_slices(DiffusersModel, plan_of(folder)))
+        elif arena is not None:
+            changes.enter_context(mock.patch.object(SliceReader, "empty", arena.empty))
+        return kind.load(folder, degree)
+
+
+def _measured(watch: Watch, load: Callable[[], Any]) -> tuple[dict[str, Any], nn.Module]:
+    settle()
+    before, requested = memory(), file_bytes()
+    watch.begin()
+    clock, cpu = time.perf_counter(), time.process_time()
+    model = load()
+    cpu = time.process_time() - cpu
+    own = time.perf_counter() - clock
+    watch.end()
+    wall = time.perf_counter() - clock
+    after, now = memory(), file_bytes()
+    return {
+        "wall_s": wall,
+        "own_wall_s": own,
+        "cpu_s": cpu,
+        "before_anonymous": before["RssAnon"],
+        "before_files": before["RssFile"],
+        "highest": after["VmHWM"] - before["VmRSS"],
+        "left_files": after["RssFile"] - before["RssFile"],
+        "requested": now["rchar"] - requested["rchar"],
+        "from_storage": now["read_bytes"] - requested["read_bytes"],
+    }, model
+
+
+def shard_bytes(folder: Path, degree: int) -> list[int]:
+    """Return the bytes that each rank's slices have by the plan, without opening a file of weights."""
+    model = _whole(folder)
+    plan = resolve(model, plan_of(folder), degree)
+    shapes = [(plan.layout(name), tuple(p.shape)) for name, p in model.named_parameters()]
+    return [
+        sum(DTYPE.itemsize * prod(layout.local_shape(shape, rank, degree)) for layout, shape in shapes)
+        for rank in range(degree)
+    ]
+
+
+def room_for(folder: Path, degree: int) -> int:
+    """Return how much memory the slices of any rank take."""
+    count = sum(1 for _ in _whole(folder).parameters())
+    return max(shard_bytes(folder, degree)) + _ROOM_BETWEEN * count
+
+
+def plan_of(folder: Path) -> dict[str, Any]:
+    """Return the declared plan, without the double blocks where a small checkpoint has none."""
+    double = _settings(folder)["num_layers"] > 0
+    return {key: style for key, style in PLAN.items() if double or not key.startswith("transformer_blocks.")}
+
+
+def _whole(folder: Path) -> nn.Module:
+    return skeleton(Flux2Transformer2DModel, **_settings(folder))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text())
+    return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights of a checkpoint, in order."""
+    return sorted(folder.glob(f"{STEM}*.safetensors"))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, of diffusers' kind or of ours."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.detach()
+
+
+def _check_sum(tensor: Tensor) -> str:
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return f"{tuple(tensor.shape)} {zlib.crc32(data):08x}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No bars and no warnings: they are not what is measured."""
+    diffusers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
