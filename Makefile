@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 TP     ?= 2
 OUT    ?= demo-output
 
-.PHONY: setup demo test mutation fuzz fuzz-guided lint format clean
+.PHONY: setup demo test bench mutation fuzz fuzz-guided lint format clean
 
 setup: $(VENV)/.ready
 
@@ -21,6 +21,13 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# Loading and steps beside diffusers' own, in about ten minutes on two cores that nobody else uses; needs 12 GiB.
+bench: setup
+	$(BIN)/shardwise bench load --ranks 2 --json benchmarks/results/load-2-ranks.json --plot benchmarks/results/load-2-ranks.png
+	$(BIN)/shardwise bench load --ranks 4 --json benchmarks/results/load-4-ranks.json --plot benchmarks/results/load-4-ranks.png
+	$(BIN)/shardwise bench step --ranks 2 --json benchmarks/results/step-2-ranks.json --plot benchmarks/results/step-2-ranks.png
+	$(BIN)/python -m tools.performance
 
 # Holds the static check against the whole record of wrong plans; tools/mutation/truth.py makes the record anew.
 mutation: setup

@@ -39,6 +39,7 @@ ASKS_ONLY = {"is_available", "is_initialized", "get_rank", "get_world_size"}
 """Functions of torch.distributed that need no other rank."""
 TALKS = {
     "launch.py": {"init_process_group", "destroy_process_group", "elastic_launch"},
+    "bench/diffusers_tp.py": {"from_local"},
     "bench/ranks.py": {"init_process_group", "barrier"},
     "bench/steps.py": {"barrier"},
 }

@@ -90,7 +90,7 @@ def _measured(work: Any, json_file: Path, plot: Path | None, table: Any, draw: A
         raise SystemExit(2) from error
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(found, indent=1) + "\n")
-    Console().print(table(found))
+    Console(width=max(120, Console().width)).print(table(found))
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
         draw(found, plot)

@@ -130,5 +130,5 @@ def middle(values: Iterable[float]) -> float:
 def turns(names: Sequence[str], turn: int) -> list[str]:
     """Return the order in which variants are measured in a turn: each begins, and neighbours change."""
     start = turn % len(names)
-    order = [*names[start:], *names[:start]]
-    return order if turn % 2 == 0 else order[::-1]
+    first, *others = [*names[start:], *names[:start]]
+    return [first, *(others if turn % 2 == 0 else others[::-1])]

@@ -175,6 +175,11 @@ def summary(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         "peak_beyond_shard_bytes": round(middle_of(turns, lambda r: r["highest"] - r["new_bytes"])),
         "bytes_requested_per_rank": round(middle_of(turns, lambda r: r["requested"])),
         "storage_bytes_node": round(middle(sum(r["from_storage"] for r in ranks) for ranks in turns)),
+        **{
+            name: middle(max(r[name] for r in ranks) for ranks in turns)
+            for name in ("check_s", "read_s")
+            if name in turns[0][0]
+        },
         "wall_s_all": [round(max(r["wall_s"] for r in ranks), 4) for ranks in turns],
         "cpu_s_all": [round(sum(r["cpu_s"] for r in ranks), 4) for ranks in turns],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -111,7 +112,7 @@ def measure(
             cold = drop_from_memory(sorted(folder.glob("*.safetensors")))
         found, model = _measured(watch, lambda: _once(kind, folder, degree, arena))
     shard = sum(_local(p).nbytes for p in model.parameters())
-    found |= {"shard_bytes": shard, "new_bytes": 0 if kind.ready else shard, "cold": cold}
+    found |= _phases(model) | {"shard_bytes": shard, "new_bytes": 0 if kind.ready else shard, "cold": cold}
     if check:
         found["check_sums"] = {key: _check_sum(_local(p)) for key, p in model.named_parameters()}
     return found
@@ -149,6 +150,13 @@ def _measured(watch: Watch, load: Callable[[], Any]) -> tuple[dict[str, Any], nn
         "requested": now["rchar"] - requested["rchar"],
         "from_storage": now["read_bytes"] - requested["read_bytes"],
     }, model
+
+
+def _phases(model: Any) -> dict[str, float]:
+    """Return the seconds of the static check and of reading, where a load has such phases."""
+    reports = (("check_s", "check_report"), ("read_s", "load_report"))
+    found = ((name, getattr(model, report, None)) for name, report in reports)
+    return {name: report.seconds for name, report in found if report is not None}
 
 
 def shard_bytes(folder: Path, degree: int) -> list[int]:
@@ -206,6 +214,7 @@ def quiet() -> Iterator[None]:
     diffusers.utils.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         logging.disable(logging.NOTSET)

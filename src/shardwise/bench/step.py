@@ -62,8 +62,13 @@ def _case(case: Case, ranks: int, repeats: int, say: Callable[[str], object]) ->
     ways = {way: _summary([result[way] for result in results]) for way in results[0]}
     said = ", ".join(f"{way} {figures['wall_s'] * 1e3:.0f} ms" for way, figures in ways.items())
     say(f"{case.name}, {case.size}: {said}")
-    return {"name": case.name, "size": case.size, "config": dict(case.config), "batch": case.batch,
+    return {"name": case.name, "size": case.size, "config": _plain(case.config), "batch": case.batch,
             "checkpoint_bytes": nbytes, "ways": ways}  # fmt: skip
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as JSON has it."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
 
 
 def _whole(case: Case) -> Any:

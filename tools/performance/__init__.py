@@ -1,0 +1,1 @@
+"""docs/performance.md: what was measured of loading and of steps, and on what."""
