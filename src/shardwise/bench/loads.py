@@ -29,11 +29,11 @@ from shardwise.bench.ranks import Watch
 from shardwise.checkpoint.read import SliceReader
 from shardwise.config import TensorParallelConfig
 from shardwise.models import Flux2Transformer2DModel
-from shardwise.models.flux2 import PLAN
 from shardwise.models.lookup import skeleton
 from shardwise.plan.resolve import resolve
 
 DTYPE = torch.bfloat16
+PLAN: dict[str, Any] = Flux2Transformer2DModel._tp_plan
 _ROOM_BETWEEN = 64  # bytes for each tensor, so that it begins where it may
 
 
