@@ -174,7 +174,7 @@ def summary(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         "file_backed_bytes": round(middle_of(turns, lambda r: r["peak_files"] - r["before_files"])),
         "peak_beyond_shard_bytes": round(middle_of(turns, lambda r: r["highest"] - r["new_bytes"])),
         "bytes_requested_per_rank": round(middle_of(turns, lambda r: r["requested"])),
-        "storage_bytes_node": round(middle(sum(r["from_storage"] for r in ranks) for ranks in turns)),
+        "storage_bytes_node": round(median(sum(r["from_storage"] for r in ranks) for ranks in turns)),
         **{
             name: middle(max(r[name] for r in ranks) for ranks in turns)
             for name in ("check_s", "read_s")
