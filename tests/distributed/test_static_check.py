@@ -1,4 +1,4 @@
-"""The static check as part of sharding: on every rank, before a weight is read, or on the first forward."""
+"""The static check as part of sharding: for every rank, before a weight is read, or on the first forward."""
 
 from __future__ import annotations
 
@@ -128,3 +128,16 @@ def _checked_once() -> tuple[int, int]:
 
 def test_only_the_first_forward_is_checked(two_ranks: Pool) -> None:
     assert two_ranks.run(_checked_once) == [(1, 0), (1, 0)]
+
+
+def _counted_while_loading(folder: Path) -> tuple[int, int]:
+    with mock.patch("shardwise.models.checking.check_plan", wraps=check_plan) as check:
+        model = Flux2Transformer2DModel.from_pretrained(folder, parallel_config=config())
+    return check.call_count, model.check_report.calls
+
+
+def test_one_rank_checks_for_all_before_a_load(two_ranks: Pool, tmp_path: Path) -> None:
+    save_tiny(FLUX2, tmp_path)
+    (first, calls), (second, told) = two_ranks.run(_counted_while_loading, tmp_path)
+    assert (first, second) == (1, 0)
+    assert calls == told > 0

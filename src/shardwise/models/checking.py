@@ -78,13 +78,31 @@ class StaticCheck:
         Raises:
             PlanError: the plan is wrong.
         """
-        if not self._enabled:
-            return
-        whole, inputs = meta_twin(model), known_inputs(model)
-        if inputs is None:
-            self._later = (whole, plan)
-        else:
-            self.report = _judge(type(model).__name__, check_plan(whole, plan, inputs, localized_twin))
+        self.judge(model, self.look(model, plan))
+
+    def look(self, model: nn.Module, plan: ResolvedPlan, mine: bool = True) -> dict[str, Any] | None:
+        """Return what the check finds, as plain data for other ranks; None if it is not asked, or inputs are unknown.
+
+        Args:
+            model: Still whole.
+            plan: What a plan means for it.
+            mine: Whether this rank is the one to check: it takes seconds of each core, and all would find the same.
+        """
+        inputs = known_inputs(model) if self._enabled else None
+        if self._enabled and inputs is None:
+            self._later = (meta_twin(model), plan)
+        if inputs is None or not mine:
+            return None
+        return check_plan(meta_twin(model), plan, inputs, localized_twin).as_dict()
+
+    def judge(self, model: nn.Module, found: Mapping[str, Any] | None) -> None:
+        """Take over what the check found, on this rank or on another.
+
+        Raises:
+            PlanError: the plan is wrong.
+        """
+        if found is not None:
+            self.report = _judge(type(model).__name__, CheckReport.from_dict(found))
 
     def after(self, model: nn.Module) -> None:
         """Leave the report on the sharded model, or see to it that its first forward makes one."""

@@ -199,8 +199,9 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
         model = ready.model
         group.check(config)
         static = StaticCheck(config)
-        static.before(model, ready.plan)
+        step.say(static.look(model, ready.plan, mine=group.rank == 0))
         step.must_equal(dtype=options.dtype, **fingerprint(model, ready.plan))
+    static.judge(model, step.heard[0])
     neighbours = group.meet()
     source = options.source(location)
     with group.agreement(subject, patience):

@@ -80,6 +80,13 @@ class CheckReport:
             "findings": [{name: getattr(finding, name) for name in names} for finding in self.findings],
         }
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CheckReport:
+        """Return the report that `as_dict` was made of, without the repairs of its findings."""
+        findings = tuple(CheckFinding(**finding) for finding in data["findings"])
+        counted = {name: data[name] for name in ("calls", "sharded_calls", "all_reduces", "seconds")}
+        return cls(findings, data["tp_degree"], **counted)
+
     def __str__(self) -> str:
         """Return the verdict, and the findings."""
         seen = f"{self.calls} calls, {self.sharded_calls} of them on shards, {self.seconds:.1f} s"
