@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -442,3 +443,17 @@ def test_tokens_may_be_repeated_unequally_and_sharded_features_may_not() -> None
     finding = check_module(SpreadingFeatures(), PAIR).findings[0]
     assert finding.kind == "LayoutMismatch"
     assert "repeats unequally" in finding.message
+
+
+class Warned(Chain):
+    """Warns in its forward."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        warnings.warn("slow", UserWarning, stacklevel=1)
+        return F.gelu(x)
+
+
+def test_warnings_of_a_model_are_left_to_its_own_run() -> None:
+    assert check_module(Warned(), PAIR).ok  # a warning is an error in these tests
+    with pytest.warns(UserWarning, match="slow"):
+        Warned()(torch.ones(3, 7, 16))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -296,7 +297,8 @@ def model_source() -> str:
 def meta_forward() -> Iterator[None]:
     """Let forward passes run on the meta device: without gradients, autocast and FlexAttention, which refuse it.
 
-    Each draws the same random numbers, and leaves those that follow as they were.
+    Each draws the same random numbers, and leaves those that follow as they were. What the code warns of is for those
+    who run it.
     """
     original = torch.amp.autocast_mode.autocast.__init__
 
@@ -307,7 +309,8 @@ def meta_forward() -> Iterator[None]:
             original(self, device_type, *args, **kwargs)
 
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices), torch.no_grad():
+    with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(0)
         if devices:
             torch.cuda.manual_seed_all(0)
