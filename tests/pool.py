@@ -103,6 +103,8 @@ def _serve(rank: int, size: int, store: Path, connection: Connection) -> None:
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     # Its Kandinsky 5 norms queries and keys in fp32 also by weights of bf16, which torch says is slow.
     warnings.filterwarnings("ignore", message=".*Mismatch dtype between input and weight")
+    # PEFT says so of every second adapter, which diffusers loads on purpose.
+    warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
     connection.send(("value", None))
     while True:
         try:

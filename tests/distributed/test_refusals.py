@@ -125,7 +125,7 @@ def _load_error(cls: type[Any], folder: Any) -> str:
 def _lora(model: Any) -> None:
     from peft import LoraConfig
 
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], use_dora=True))
 
 
 def _offload_hooks(model: Any) -> None:
@@ -209,7 +209,6 @@ def _after(stock: bool) -> dict[str, str]:
     """Try on a sharded model what it does not support yet."""
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging
-    from peft import LoraConfig
 
     from shardwise import demo_model_path
 
@@ -223,18 +222,12 @@ def _after(stock: bool) -> dict[str, str]:
             demo_model_path(), subfolder="transformer", parallel_config=world()
         )
         pipeline.transformer = model
-    lora = {
-        "transformer.transformer_blocks.0.attn.to_q.lora_A.weight": torch.ones(2, 192),
-        "transformer.transformer_blocks.0.attn.to_q.lora_B.weight": torch.ones(192, 2),
-    }
     calls: dict[str, Any] = {
         "push_to_hub": lambda: model.push_to_hub("someone/tiny"),
-        "load_lora_weights": lambda: pipeline.load_lora_weights(lora),
-        "load_lora_adapter": lambda: model.load_lora_adapter(lora),
+        "save_lora_adapter": lambda: model.save_lora_adapter("/no/such/folder"),
         "enable_model_cpu_offload": lambda: pipeline.enable_model_cpu_offload(device="cuda"),
         "enable_sequential_cpu_offload": lambda: pipeline.enable_sequential_cpu_offload(device="cuda"),
         "enable_parallelism": lambda: enable_parallelism(model, config=world()),
-        "add_adapter": lambda: model.add_adapter(LoraConfig(r=2, target_modules=["to_q"])),
         "enable_group_offload": lambda: _group_offload(model),
         "enable_layerwise_casting": lambda: _layerwise_casting(model),
         "fuse_qkv_projections": lambda: model.fuse_qkv_projections(),

@@ -25,9 +25,11 @@ from shardwise.checkpoint.hub import already_here, at_commit, commit_of
 from shardwise.checkpoint.index import TensorEntry, read_index
 from shardwise.checkpoint.load import DtypeRule, KeyReport, load_tensors, match_keys
 from shardwise.checkpoint.read import SliceReader
+from shardwise.compose import lora
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
 from shardwise.models.checking import StaticCheck
+from shardwise.models.lora import allow as allow_lora
 from shardwise.models.planning import choose_plan
 from shardwise.models.progress import progress_bar
 from shardwise.models.saving import let_save
@@ -65,17 +67,22 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
     Raises:
         ConfigError: `config` is not a tensor parallel configuration.
         PlanError: there is no plan, or it does not fit the model at this degree.
-        UnsupportedState: the model is quantized, offloaded, has adapters, or is sharded already.
+        UnsupportedState: the model is quantized, offloaded, has adapters other than LoRA on Linears, or is sharded
+            already.
         GroupError: there is no process group of this size, or this process is not in it.
         RankFailure: another rank failed.
     """
     config = as_config(config)
     if config.tp_degree > 1:
         static = StaticCheck(config)
-        plan = choose_plan(model, config, plan)
-        shard_in_memory(model, config, plan, partial(static.before, model))
+        with lora.set_aside(model) as layers:
+            plan = choose_plan(model, config, plan)
+            validate = partial(static.before, model)
+            group = shard_in_memory(model, config, plan, validate, lora.describe(layers))
+            static.after(model)
+        lora.shard_layers(layers, group)
         let_save(model)
-        static.after(model)
+        allow_lora(model)
     return model
 
 
@@ -220,6 +227,7 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
     localize(model, config, ready.plan, group, shapes)
     let_save(model)
     static.after(model)
+    allow_lora(model)
     vars(model)["load_report"] = report
     model.register_to_config(_name_or_path=str(location))
     model.eval()

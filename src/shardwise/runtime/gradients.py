@@ -6,8 +6,11 @@ Every rank ends with the gradient that one process has, so an optimizer step kee
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from shardwise.plan.layout import Shard
 from shardwise.runtime.collectives import reduce_partial
@@ -24,6 +27,24 @@ def sum_gradients_of_copies(module: nn.Module, shard: Shard, group: TensorParall
     """Sum the gradients of the module's parameters over the ranks that hold the same piece of them, if several do."""
     for parameter in _trained(module) if shard.copies > 1 else ():
         parameter.register_hook(partial(_sum_copies, shard=shard, group=group))  # type: ignore[no-untyped-call]
+
+
+def enter_copies(tensor: Tensor, shard: Shard, group: TensorParallelGroup) -> Tensor:
+    """Return `tensor` unchanged; its gradient will be summed over the ranks that hold the same piece, if several do."""
+    if shard.copies > 1 and torch.is_grad_enabled() and tensor.requires_grad:
+        return _EnterCopies.apply(tensor, shard, group)  # type: ignore[no-any-return,no-untyped-call]
+    return tensor
+
+
+class _EnterCopies(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shard: Shard, group: TensorParallelGroup) -> Tensor:
+        ctx.shard, ctx.group = shard, group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_copies(grads[0], ctx.shard, ctx.group), None, None
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:

@@ -151,6 +151,12 @@ class TensorParallelGroup:
             # Work that waits in the queue of a device for the other rank would run into the watchdog's time-out.
             torch.accelerator.synchronize(tensor.device)
 
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """Return coordinate 0's value of a tensor, in new memory on this rank's device."""
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
+        self.broadcast(sent.view(-1).view(torch.uint8))  # as bytes: no backend sends every dtype
+        return sent
+
     def exchange(self, value: Any, patience: timedelta = PATIENCE) -> list[Any]:
         """Return every rank's `value`, in rank order; it must be plain data that JSON can write.
 

@@ -72,9 +72,32 @@ class LocalLayer(nn.Module):
         (found,) = (local for base, local in _LAYERS[cls].items() if isinstance(module, base))
         return found
 
-    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Return what this rank's part of the weight makes of its input."""
-        return (self._conv_forward if self.tp_sliding else matmul)(input, self.weight, bias)
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole weight."""
+        shape, dim = tuple(self.weight.shape), self.tp_shard.dim
+        return (*shape[:dim], self.tp_shard.size, *shape[dim + 1 :])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output, or this rank's slice of it."""
+        return self.leave(self.product(self.enter(input)))
+
+    # What an adapter adds to the layer belongs between these steps: a sum over the ranks then covers both.
+
+    def enter(self, input: Tensor) -> Tensor:
+        """Return what this rank's part of the weight is applied to."""
+        return input
+
+    def product(self, own: Tensor) -> Tensor:
+        """Return what this rank's part of the weight, and its bias where that is cut too, make of what entered."""
+        return self._multiply(own, self.bias)
+
+    def leave(self, output: Tensor) -> Tensor:
+        """Return what the layer returns, of what this rank's part of the weight made."""
+        return output
+
+    def _multiply(self, own: Tensor, bias: Tensor | None) -> Tensor:
+        return (self._conv_forward if self.tp_sliding else matmul)(own, self.weight, bias)
 
     def extra_repr(self) -> str:
         """Return the local sizes, the layout of the weight, and the rank."""
@@ -90,10 +113,12 @@ class Colwise(LocalLayer):
 
     tp_together: Together | None = None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's output features; no communication."""
-        whole = input if self.tp_inside else enter_shard(input, self.tp_group)
-        output = self.product(whole, self.bias)
+    def enter(self, input: Tensor) -> Tensor:
+        """Return the whole input; no communication but in backward."""
+        return input if self.tp_inside else enter_shard(input, self.tp_group)
+
+    def leave(self, output: Tensor) -> Tensor:
+        """Return this rank's output features."""
         if self.tp_together is not None:
             self.tp_together.leave(self.tp_planned.path, output, self.tp_shard.size * self.tp_shard.copies)
         return output
@@ -105,8 +130,8 @@ class Rowwise(LocalLayer):
     The bias is whole on each rank and is added after the reduction, once.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the whole output; one all-reduce, which inside of `SumOnce` is left to the module around.
+    def enter(self, input: Tensor) -> Tensor:
+        """Return this rank's slice of the input.
 
         Raises:
             PlanError: the input is whole, where the plan promised a slice of it.
@@ -119,11 +144,18 @@ class Rowwise(LocalLayer):
             )
             wanted = f"this rank's {own} of {self.tp_shard.size}"
             raise self._unexpected_input("ShardedInputNeeded", wanted, width, fix)
-        terms = self.product(input, None)
+        return input
+
+    def product(self, own: Tensor) -> Tensor:
+        """Return this rank's term of the output."""
+        return self._multiply(own, None)
+
+    def leave(self, output: Tensor) -> Tensor:
+        """Return the whole output; one all-reduce, which inside of `SumOnce` is left to the module around."""
         if self.tp_inside:
-            return terms
-        output = reduce_partial(terms, self.tp_group)
-        return output if self.bias is None else output + self._aligned(self.bias)
+            return output
+        whole = reduce_partial(output, self.tp_group)
+        return whole if self.bias is None else whole + self._aligned(self.bias)
 
     def _aligned(self, bias: Tensor) -> Tensor:
         """Return a bias as it is added to an output, whose features may not be its last dim."""
@@ -138,8 +170,8 @@ class Rowwise(LocalLayer):
 class RowwiseSplitInput(Rowwise):
     """A `Rowwise` layer that is given the whole input (..., in) and takes its own slice of it."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the whole output; one all-reduce.
+    def enter(self, input: Tensor) -> Tensor:
+        """Return this rank's slice of the whole input.
 
         Raises:
             PlanError: the input is a slice already. On every rank alike: slicing it again would fail on all but
@@ -149,15 +181,11 @@ class RowwiseSplitInput(Rowwise):
         if input.shape[dim] != self.tp_shard.size:
             fix = 'use "rowwise" if what produces its input leaves a shard'
             raise self._unexpected_input("WholeInputNeeded", self.tp_shard.size, input.shape[dim], fix)
-        return super().forward(split(input, dim, self.tp_spans, self.tp_group))
+        return split(input, dim, self.tp_spans, self.tp_group)
 
 
 class Depthwise(LocalLayer):
     """Holds the filters of some channels: maps a slice of the channels to the same slice of the output."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's channels; no communication."""
-        return self.product(input, self.bias)
 
 
 class ColwiseLinear(Colwise, nn.Linear):
@@ -185,12 +213,16 @@ for _half, _classes in _LAYERS.items():
 
 
 class GradientSum:
-    """What a module gets that each rank applies, whole, to its own heads: its gradients are summed over the ranks."""
+    """What a module gets that each rank applies, whole, to its own heads: its gradients are summed over the ranks.
+
+    The module keeps its class, and has the ranks as `tp_sums_gradients`, for what is put around it.
+    """
 
     @classmethod
     def adopt(cls, module: nn.Module, group: TensorParallelGroup, planned: PlannedModule) -> None:
         """Sum the gradients of the module's parameters from now on."""
         sum_gradients(module, group)
+        vars(module)["tp_sums_gradients"] = group
 
 
 @dataclass(frozen=True)

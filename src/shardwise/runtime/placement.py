@@ -115,9 +115,10 @@ def placement(model: nn.Module) -> Placement:
     shapes: dict[str, tuple[int, ...]] = {}
     degree, rank = 1, 0
     for path, module in model.named_modules():
-        sharding = sharding_of(module)
+        sharding, prefix = sharding_of(module), f"{path}." if path else ""
+        for name, (layout, shape) in getattr(module, "tp_adapters", {}).items():
+            layouts[prefix + name], shapes[prefix + name] = layout, shape
         if sharding is not None:
-            prefix = f"{path}." if path else ""
             layouts |= {prefix + name: layout for name, layout in sharding.plan.layouts.items()}
             shapes |= {prefix + name: shape for name, shape in sharding.shapes.items()}
             degree, rank = sharding.group.degree, sharding.group.rank
@@ -126,7 +127,11 @@ def placement(model: nn.Module) -> Placement:
     for name, tensor in named_tensors(model):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            rows.append(_place(name, tensor, layouts.get(name, Replicated()), shapes.get(name)))
+            planned = name.replace(
+                ".base_layer.", "."
+            )  # as the plan knows a layer that has an adapter around it
+            layout = layouts.get(name, layouts.get(planned, Replicated()))
+            rows.append(_place(name, tensor, layout, shapes.get(name, shapes.get(planned))))
     return Placement(type(model).__name__, degree, rank, tuple(rows))
 
 

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +50,13 @@ def shard_in_memory(
     config: TensorParallelConfig,
     plan: Plan,
     validate: Callable[[ResolvedPlan], None] | None = None,
-) -> None:
-    """Shard a whole model that is in memory, in place.
+    claims: Mapping[str, object] = MappingProxyType({}),
+) -> TensorParallelGroup:
+    """Shard a whole model that is in memory, in place, and return its ranks.
 
-    Rank 0's values win: every parameter and buffer, planned or not, ends as rank 0 had it. Parameters stay the
-    same objects; only slices are sent, one tensor at a time.
+    `validate` may refuse the plan; `claims` must be equal on all ranks. Rank 0's values win: every parameter and
+    buffer, planned or not, ends as rank 0 had it. Parameters stay the same objects; only slices are sent, one tensor
+    at a time.
 
     Raises:
         UnsupportedState: the model cannot be sharded as it is.
@@ -70,13 +72,14 @@ def shard_in_memory(
         group.check(config)
         if validate is not None:
             validate(resolved)
-        step.must_equal(**fingerprint(model, resolved))
+        step.must_equal(**fingerprint(model, resolved), **claims)
     group.meet()
     with group.agreement(f"making room for {type(model).__name__}"):
         shapes = global_shapes(model)
         room = _make_room(model, resolved, group)
     _fill_from_rank_zero(model, resolved, group, room)
     localize(model, config, resolved, group, shapes)
+    return group
 
 
 def _prepare(model: nn.Module, config: TensorParallelConfig, plan: Plan) -> ResolvedPlan:

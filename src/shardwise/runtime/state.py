@@ -23,6 +23,7 @@ REFUSED = {
     "load_lora_adapter": _ADAPTER_HINT,
     "add_adapter": _ADAPTER_HINT,
     "load_adapter": _ADAPTER_HINT,
+    "save_lora_adapter": "each rank holds its part of the adapter; save it from a model that is not sharded",
     "_load_ip_adapter_weights": "its keys and values are whole, and each rank holds some of the heads; "
     "load the IP adapter before sharding, into the model in memory, and shard it with enable_parallelism",
     "enable_group_offload": "each rank holds only its slices; raise tp_degree instead",
@@ -94,7 +95,10 @@ def _obstacle(module: nn.Module) -> str | None:
     if vars(module).get("_parallel_config") is not None:
         return "is sharded already: shard the model as a whole, once"
     if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):
-        return "has a LoRA adapter, which the plan does not cover: fuse it and unload it before sharding"
+        return (
+            "has an adapter that is not plain LoRA on a Linear, which the plan does not cover: fuse it and unload it "
+            "before sharding"
+        )
     # The image projection of an IP adapter is fused from the start, and keeps no separate keys beside it.
     if getattr(module, "fused_projections", False) is True and getattr(module, "to_k", None) is not None:
         return "has fused projections, which the plan does not cover: call unfuse_qkv_projections() first"
