@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from diffusers import DiffusionPipeline
+from diffusers.utils import logging
 from torch import Tensor
 
+from shardwise import TensorParallelConfig, demo_model_path
+from shardwise.demo.run import CALL
+from shardwise.models import Flux2Transformer2DModel
 from tests import tolerances
 from tests.distributed.test_lora import FLUX, FLUX2, QWEN, error_of, pair
 from tests.helpers import outputs, relative_error, tiny_inputs
@@ -125,3 +131,49 @@ def _grown() -> float:
 
 def test_control_adapter_that_widens_the_embedder_equals_one_process(two_ranks: Pool) -> None:
     assert max(two_ranks.run(_grown)) < tolerances.FP32
+
+
+@torch.inference_mode()
+def _draw(pipeline: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return pipeline(
+        prompt=["a red circle"],
+        generator=generator,
+        output_type="latent",
+        **{**CALL, "num_inference_steps": 2},
+    ).images
+
+
+def _pipeline() -> dict[str, float]:
+    """Handle an adapter through the embedded pipeline, and draw after each call."""
+    logging.disable_progress_bar()
+    whole = DiffusionPipeline.from_pretrained(demo_model_path())
+    config = TensorParallelConfig(dist.get_world_size(), check=False)
+    transformer = Flux2Transformer2DModel.from_pretrained(
+        demo_model_path(), subfolder="transformer", parallel_config=config
+    )
+    sharded = DiffusionPipeline.from_pretrained(demo_model_path(), transformer=transformer)
+    state = adapter(whole.transformer)
+    steps: dict[str, Callable[[Any], Any]] = {
+        "load": lambda p: p.load_lora_weights(state, adapter_name="one"),
+        "weaken": lambda p: p.set_adapters(["one"], [0.2]),
+        "fuse": lambda p: p.fuse_lora(components=["transformer"]),
+        "unfuse": lambda p: p.unfuse_lora(components=["transformer"]),
+        "unload": lambda p: p.unload_lora_weights(),
+    }
+    for pipeline in (whole, sharded):
+        pipeline.set_progress_bar_config(disable=True)
+    drawn, errors = {"nothing": _draw(whole)}, {}
+    for step, call in steps.items():
+        for pipeline in (whole, sharded):
+            call(pipeline)
+        drawn[step] = _draw(whole)
+        errors[step] = relative_error(_draw(sharded), drawn[step])
+    moved = [relative_error(drawn[step], drawn["nothing"]) for step in ("load", "weaken", "fuse")]
+    return {**errors, "smallest change": min(moved)}
+
+
+def test_adapters_are_handled_through_a_pipeline(two_ranks: Pool) -> None:
+    for results in two_ranks.run(_pipeline):
+        assert results.pop("smallest change") > tolerances.MISTAKE
+        assert max(results.values()) < tolerances.FP32, results

@@ -381,6 +381,39 @@ def test_swap_that_fails_leaves_the_old_adapter(two_ranks: Pool) -> None:
         assert equal
 
 
+def _not_finite() -> tuple[str, str]:
+    """Have a number that is not finite in the rows of rank 1 only."""
+    whole, sharded = pair(FLUX)
+    broken = adapter(whole)
+    broken["transformer.transformer_blocks.0.attn.to_q.lora_B.weight"][-1] = float("nan")
+    sharded.load_lora_adapter(broken)
+    try:
+        sharded.fuse_lora(safe_fusing=True)
+    except (RankFailure, ValueError) as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_fusing_that_fails_on_one_rank_is_an_error_on_all(two_ranks: Pool) -> None:
+    (first, message), (second, _) = two_ranks.run(_not_finite)
+    assert (first, second) == ("RankFailure", "ValueError")
+    assert "transformer_blocks.0.attn.to_q failed on rank 1" in message
+
+
+def _bias_inside() -> str:
+    sharded = sharded_copy(randomize(Mixture()))
+    targets = ["experts.listed.0.2"]
+    try:
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=targets, lora_bias=True), sharded)
+    except UnsupportedOperation as error:
+        return str(error)
+    return "no error"
+
+
+def test_E2_bias_inside_of_one_sum_is_refused(two_ranks: Pool) -> None:
+    assert all("lora_bias" in message for message in two_ranks.run(_bias_inside))
+
+
 def _convolution() -> str:
     sharded = sharded_copy(randomize(Convolutions()))
     try:

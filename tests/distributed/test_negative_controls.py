@@ -115,7 +115,7 @@ def _filters_of_other_channels() -> float:
 
 def _bias_of_a_convolution_on_each_rank() -> float:
     def forward(self: Any, input: Tensor) -> Tensor:
-        return self.tp_group.all_reduce(self.product(input, self.bias))
+        return self.tp_group.all_reduce(self._multiply(self.enter(input), self.bias))
 
     with mock.patch.object(modules.Rowwise, "forward", forward):
         return _convolutions()

@@ -102,8 +102,20 @@ class LocalLoraLinear(lora.Linear):  # type: ignore[misc]
         if self.resolve_lora_variant(config=config) is not None:
             raise _unsupported(base, "a variant of LoRA, such as DoRA", "use plain LoRA")
         check_start(config, base.tp_planned.path)
-        if config.lora_bias and base.tp_inside:
+        if config.lora_bias and base.tp_inside and self._bias_is_whole():
             raise _unsupported(base, "lora_bias, which each rank would add", "leave it out")
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add the adapters to this rank's part of the weight.
+
+        Raises:
+            ValueError, RankFailure: with `safe_merge`, on every rank if one would have numbers that are not finite.
+        """
+        if not safe_merge:
+            super().merge(safe_merge, adapter_names)
+            return
+        with self.base_layer.tp_group.agreement(f"fusing adapters into {self.base_layer.tp_planned.path}"):
+            super().merge(safe_merge, adapter_names)
 
     def keep_part(self, adapter_name: str) -> None:
         """Keep this rank's part of an adapter that is whole, as rank 0 has it."""

@@ -36,9 +36,9 @@ _READING = (
 
 
 def allow(model: nn.Module) -> None:
-    """Let a sharded model of diffusers have LoRA adapters."""
+    """Let a sharded model have LoRA adapters; diffusers' calls load them where the model has these calls."""
+    lora.watch()
     if isinstance(model, PeftAdapterMixin) and is_peft_available():
-        lora.watch()
         _keep_layers()
         for call in (load_lora_adapter, add_adapter):
             vars(model)[call.__name__] = MethodType(call, model)
