@@ -17,7 +17,7 @@ from shardwise.demo.run import CALL
 from shardwise.models import Flux2Transformer2DModel
 from tests import tolerances
 from tests.distributed.test_lora import FLUX, FLUX2, QWEN, error_of, pair
-from tests.helpers import outputs, relative_error, tiny_inputs
+from tests.helpers import outputs, relative_error, tiny_inputs, tiny_model
 from tests.lora import Flux2Pipeline, FluxPipeline, QwenPipeline, adapter
 from tests.pool import Pool
 
@@ -117,6 +117,19 @@ def test_pipeline_loads_files_of_any_names_that_diffusers_converts(
     for error, share in two_ranks.run(_named, name, pipeline, names):
         assert error < tolerances.FP32
         assert share > tolerances.MISTAKE
+
+
+def _second() -> float:
+    whole, sharded = pair(FLUX)
+    for model in (whole, sharded):
+        FluxPipeline(model).load_lora_weights(adapter(tiny_model(FLUX)), adapter_name="one")
+        FluxPipeline(model).load_lora_weights(adapter(tiny_model(FLUX), seed=8, rank=5), adapter_name="two")
+        model.set_adapters(["one", "two"], [0.5, 1.0])
+    return error_of(sharded, whole, FLUX)
+
+
+def test_pipeline_loads_a_second_file(two_ranks: Pool) -> None:
+    assert max(two_ranks.run(_second)) < tolerances.FP32
 
 
 def _grown() -> float:
