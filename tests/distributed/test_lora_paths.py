@@ -414,6 +414,22 @@ def test_E2_bias_inside_of_one_sum_is_refused(two_ranks: Pool) -> None:
     assert all("lora_bias" in message for message in two_ranks.run(_bias_inside))
 
 
+def _saved(folder: Path) -> tuple[str, bool]:
+    whole, sharded = pair(FLUX)
+    sharded.load_lora_adapter(adapter(whole))
+    try:
+        sharded.save_pretrained(folder / "model")
+    except UnsupportedOperation as error:
+        return str(error), (folder / "model").exists()
+    return "no error", True
+
+
+def test_E3_model_with_an_adapter_is_not_saved(two_ranks: Pool, tmp_path: Path) -> None:
+    for message, written in two_ranks.run(_saved, tmp_path):
+        assert "adapter" in message
+        assert not written
+
+
 def _convolution() -> str:
     sharded = sharded_copy(randomize(Convolutions()))
     try:
