@@ -23,7 +23,7 @@ from shardwise.bench.load import bench_load, require_same, summary
 from shardwise.bench.loads import KINDS, measure, shard_bytes, weight_files
 from shardwise.bench.ranks import Watch, run_fresh
 from shardwise.bench.step import bench_step
-from shardwise.bench.steps import ALONE, OURS, SMALL, THEIRS, Case, measure_steps
+from shardwise.bench.steps import ALONE, OURS, SAME_PLAN, SMALL, THEIRS, Case, measure_steps
 from shardwise.cli import main
 from shardwise.errors import RankFailure
 from shardwise.models.lookup import skeleton
@@ -224,8 +224,8 @@ def stepped() -> dict[str, Any]:
 
 def test_every_way_of_a_step_is_reported(stepped: dict[str, Any]) -> None:
     qwen, minimax = stepped["cases"]
-    assert set(qwen["ways"]) == {ALONE, OURS, THEIRS}
-    assert set(minimax["ways"]) == {ALONE, OURS}
+    assert set(qwen["ways"]) == {ALONE, OURS, SAME_PLAN, THEIRS}
+    assert set(minimax["ways"]) == {ALONE, OURS, SAME_PLAN}
     assert stepped["colwise_call"].keys() == {"colwise_us", "plain_us", "ratio"}
     assert json.loads(json.dumps(stepped)) == stepped
 
@@ -240,6 +240,8 @@ def test_all_reduces_of_a_step_are_those_of_the_plan(stepped: dict[str, Any]) ->
         assert case["ways"][ALONE]["all_reduces"] == 0
     qwen = stepped["cases"][0]["ways"]
     assert qwen[THEIRS]["all_reduces"] == qwen[OURS]["all_reduces"] - 4  # its plan leaves 4 modulations whole
+    assert qwen[THEIRS]["all_reduces"] == qwen[SAME_PLAN]["all_reduces"]
+    assert qwen[THEIRS]["all_reduce_bytes"] == qwen[SAME_PLAN]["all_reduce_bytes"]
 
 
 def test_ways_of_a_step_compute_the_same(stepped: dict[str, Any]) -> None:

@@ -28,6 +28,8 @@ from shardwise.plan.rules import tensors_in
 from shardwise.runtime.modules import ColwiseLinear
 
 ALONE, OURS, THEIRS = "one process", "shardwise", "diffusers"
+SAME_PLAN = "shardwise, modulations whole"
+"""The way that shards what diffusers' plans shard."""
 _WARM_UP = 2
 _CALLS = 1000
 _ROUNDS = 31
@@ -110,10 +112,12 @@ def measure_steps(watch: Watch, case: Case, folder: Path, repeats: int) -> dict[
 def _ways(case: Case, folder: Path) -> dict[str, Callable[..., Any]]:
     """Return what runs the model: alone on rank 0, sharded by us, and by diffusers where it has a plan."""
     degree, theirs = dist.get_world_size(), getattr(diffusers, case.name)
-    config = TensorParallelConfig(degree)
-    ours = getattr(models, case.name).from_pretrained(folder, parallel_config=config, dtype=DTYPE)
+    ours, same = (
+        getattr(models, case.name).from_pretrained(folder, parallel_config=config, dtype=DTYPE)
+        for config in (TensorParallelConfig(degree), TensorParallelConfig(degree, shard_modulation=False))
+    )
     alone = theirs.from_pretrained(folder, torch_dtype=DTYPE) if dist.get_rank() == 0 else _nothing
-    ways = {ALONE: alone, OURS: ours}
+    ways = {ALONE: alone, OURS: ours, SAME_PLAN: same}
     if theirs._tp_plan is not None:
         with diffusers_tp.on_cpu():
             model = theirs.from_pretrained(
