@@ -19,8 +19,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/shardwise demo --tp $(TP) --out $(OUT)
 
+# Both halves at once: the tests on several ranks wait for each other more than they compute.
 test: setup
-	$(BIN)/python -m pytest
+	@log=$$(mktemp); \
+	$(BIN)/python -m pytest tests/unit > $$log 2>&1 & unit=$$!; \
+	$(BIN)/python -m pytest tests/distributed; distributed=$$?; \
+	wait $$unit; unit=$$?; \
+	cat $$log; rm -f $$log; \
+	exit $$((distributed | unit))
 
 # Loading and steps beside diffusers' own, in about ten minutes on two cores that nobody else uses; needs 12 GiB.
 bench: setup
