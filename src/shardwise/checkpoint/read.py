@@ -66,7 +66,7 @@ class SliceReader:
     progress: Progress | None = None
     threads: int | None = None
 
-    empty: ClassVar[Callable[..., Tensor]] = torch.empty
+    empty: ClassVar[Callable[..., Tensor] | None] = None
     """Makes the tensors that are read into; a measurement may put memory here that is mapped already."""
 
     def read(self, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Tensor], LoadReport]:
@@ -78,7 +78,7 @@ class SliceReader:
         start = time.perf_counter()
         plan = plan_reads(wanted, self.rank, self.degree)
         tensors = {
-            key: self.empty(want.local_shape(self.rank, self.degree), dtype=want.dtype, device=self.device)
+            key: (self.empty or torch.empty)(want.local_shape(self.rank, self.degree), dtype=want.dtype, device=self.device)
             for key, want in wanted.items()
         }
         threads = max(1, min(self.threads or self._share_of_the_cores(), len(plan.reads)))
