@@ -78,7 +78,9 @@ class SliceReader:
         start = time.perf_counter()
         plan = plan_reads(wanted, self.rank, self.degree)
         tensors = {
-            key: (self.empty or torch.empty)(want.local_shape(self.rank, self.degree), dtype=want.dtype, device=self.device)
+            key: (self.empty or torch.empty)(
+                want.local_shape(self.rank, self.degree), dtype=want.dtype, device=self.device
+            )
             for key, want in wanted.items()
         }
         threads = max(1, min(self.threads or self._share_of_the_cores(), len(plan.reads)))
