@@ -52,7 +52,7 @@ def load(
     json_file: Path,
     plot: Path | None,
 ) -> None:
-    """Load a checkpoint of FLUX.2-dev's tensor shapes in six ways, on CPU."""
+    """Load a checkpoint of FLUX.2-dev's tensor shapes in six ways, on CPU, beside reading as many bytes alone."""
     from shardwise.bench.load import bench_load  # torch and diffusers take seconds to import
     from shardwise.bench.plot import draw_loads
     from shardwise.bench.show import load_table

@@ -27,6 +27,7 @@ from shardwise.bench.checkpoint import STEM
 from shardwise.bench.gauges import drop_from_memory, file_bytes, memory, settle
 from shardwise.bench.ranks import Watch
 from shardwise.checkpoint.read import SliceReader
+from shardwise.checkpoint.read_plan import CHUNK
 from shardwise.config import TensorParallelConfig
 from shardwise.models import Flux2Transformer2DModel
 from shardwise.models.lookup import skeleton
@@ -46,12 +47,14 @@ class Kind:
         load: Loads a folder over a number of ranks.
         ready: Whether slices go to memory that is in place before, as that of a device is.
         full: Whether each rank holds the whole model first.
+        floor: Whether it is no load at all, and only as many bytes are read.
     """
 
     title: str
     load: Callable[[Path, int], Any]
     ready: bool = False
     full: bool = False
+    floor: bool = False
 
 
 def _config(folder: Path, degree: int) -> TensorParallelConfig:
@@ -80,6 +83,18 @@ def _diffusers_full(folder: Path, degree: int) -> Any:
     return model
 
 
+def _bytes_alone(folder: Path, degree: int) -> nn.Module:
+    """Read as many bytes as a rank keeps, one after another, into new memory: no load that holds them does less."""
+    nbytes = max(shard_bytes(folder, degree))
+    room = (SliceReader.empty or torch.empty)((nbytes,), dtype=torch.uint8, device=torch.device("cpu"))
+    target, done = room.numpy().data, 0
+    for file in weight_files(folder):
+        with file.open("rb", buffering=0) as stream:
+            while done < nbytes and (got := stream.readinto(target[done : done + CHUNK])):
+                done += got
+    return nn.ParameterList([nn.Parameter(room, requires_grad=False)])
+
+
 KINDS = {
     "shardwise": Kind("shardwise", _shardwise),
     "shardwise_ready": Kind("shardwise, into ready memory", _shardwise, ready=True),
@@ -87,6 +102,8 @@ KINDS = {
     "diffusers_ready": Kind("diffusers, into ready memory", _diffusers, ready=True),
     "shardwise_full_then_shard": Kind("shardwise, load all, then shard", _shardwise_full, full=True),
     "diffusers_full_then_shard": Kind("diffusers, load all, then shard", _diffusers_full, full=True),
+    "bytes_alone": Kind("as many bytes, nothing else", _bytes_alone, floor=True),
+    "bytes_alone_ready": Kind("as many bytes, into ready memory", _bytes_alone, ready=True, floor=True),
 }
 
 
@@ -147,9 +164,15 @@ def _measured(watch: Watch, load: Callable[[], Any]) -> tuple[dict[str, Any], nn
         "before_files": before["RssFile"],
         "highest": after["VmHWM"] - before["VmRSS"],
         "left_files": after["RssFile"] - before["RssFile"],
-        "requested": now["rchar"] - requested["rchar"],
+        "requested": now["rchar"] - requested["rchar"] + _gathered(model),
         "from_storage": now["read_bytes"] - requested["read_bytes"],
     }, model
+
+
+def _gathered(model: Any) -> int:
+    """Return the bytes that a load asked for by another call than the reads that the system counts."""
+    report = getattr(model, "load_report", None)
+    return report.gathered_bytes if report is not None else 0
 
 
 def _phases(model: Any) -> dict[str, float]:
