@@ -10,9 +10,11 @@ Importing this needs PEFT.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -44,26 +46,28 @@ class LocalLoraLinear(lora.Linear):  # type: ignore[misc]
         names = _added(self)
         if not names:
             return super().forward(x, *args, **kwargs)
-        own = self.base_layer.enter(x)
-        terms = self.base_layer.product(own)
+        output = self.base_layer(x, partial(self._add, names))
+        for name in names if self._bias_is_whole() else ():
+            bias = self.lora_B[name].bias
+            output = output if bias is None else (output + bias * self.scaling[name]).to(output.dtype)
+        return output
+
+    def _add(self, names: list[str], own: Tensor, terms: Tensor) -> Tensor:
+        """Return the base layer's slice or term with what the adapters make of the same input."""
         dtype = terms.dtype
         for name in names:
             terms = terms + self._adapted(name, own) * self.scaling[name]
-        output = self.base_layer.leave(terms.to(dtype))
-        for name in names if self._bias_is_whole() else ():
-            bias = self.lora_B[name].bias
-            output = output if bias is None else (output + bias * self.scaling[name]).to(dtype)
-        return output
+        return terms.to(dtype)
 
     def _adapted(self, name: str, own: Tensor) -> Tensor:
         """Return this rank's slice or term of B A x, unscaled."""
         first, second, group = self.lora_A[name], self.lora_B[name], self.base_layer.tp_group
         own = self.lora_dropout[name](self._cast_input_dtype(own, first.weight.dtype))
+        enter = partial(enter_shard, group=group)
         if self._bias_is_whole():
-            return linear(linear(own, first.weight), enter_shard(second.weight, group))
+            return _times(second, _times(first, own), enter, add_bias=False)
         copied = partial(enter_copies, shard=self.base_layer.tp_shard, group=group)
-        rows, bias = copied(second.weight), None if second.bias is None else copied(second.bias)
-        return linear(linear(own, enter_shard(first.weight, group)), rows, bias)
+        return _times(second, _times(first, own, enter), copied)
 
     @property
     def tp_adapters(self) -> dict[str, tuple[Layout, tuple[int, ...]]]:
@@ -143,10 +147,33 @@ class SummedLoraLinear(lora.Linear):  # type: ignore[misc]
         for name in names:
             first, second = self.lora_A[name], self.lora_B[name]
             own = self.lora_dropout[name](self._cast_input_dtype(x, first.weight.dtype))
-            bias = None if second.bias is None else enter(second.bias)
-            added = linear(linear(own, enter(first.weight)), enter(second.weight), bias)
-            output = output + added * self.scaling[name]
+            output = output + _times(second, _times(first, own, enter), enter) * self.scaling[name]
         return output.to(dtype)
+
+
+def _times(
+    factor: Any, x: Tensor, enter: Callable[[Tensor], Tensor] = lambda weight: weight, add_bias: bool = True
+) -> Tensor:
+    """Return what A or B makes of an input.
+
+    Args:
+        factor: A or B.
+        x: The input.
+        enter: What a weight goes through, so that its gradient is summed over the ranks that know a part of it.
+        add_bias: Whether its bias is added, if it has one.
+
+    Raises:
+        UnsupportedOperation: it is offloaded, and more is asked than its output.
+    """
+    biased = add_bias and factor.bias is not None
+    if "forward" not in vars(factor):
+        return linear(x, enter(factor.weight), enter(factor.bias) if biased else None)
+    # Its forward is replaced, by what brings its weight when it is called. Nothing else may then take the weight.
+    if torch.is_grad_enabled() and factor.weight.requires_grad:
+        raise UnsupportedOperation("gradients of an offloaded adapter are not supported: use torch.no_grad()")
+    if factor.bias is not None and not add_bias:
+        raise UnsupportedOperation("an offloaded adapter with lora_bias is not supported: leave it out")
+    return factor(x)  # type: ignore[no-any-return]
 
 
 def adopt(layer: nn.Module, base: nn.Module) -> None:

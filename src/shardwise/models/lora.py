@@ -5,8 +5,7 @@ Files, key names and configurations are diffusers' own affair here as anywhere; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -17,7 +16,9 @@ from diffusers.utils import convert_unet_state_dict_to_peft, get_adapter_name, i
 from torch import Tensor, nn
 
 from shardwise.compose import lora
+from shardwise.compose.offload import require_data, settled
 from shardwise.errors import CheckpointError
+from shardwise.models.offload import offload_groups_again, unmarked
 from shardwise.runtime.modules import LocalLayer
 from shardwise.runtime.shard import Sharding, digest, sharding_of
 
@@ -40,7 +41,7 @@ def allow(model: nn.Module) -> None:
     lora.watch()
     if isinstance(model, PeftAdapterMixin) and is_peft_available():
         _keep_layers()
-        for call in (load_lora_adapter, add_adapter):
+        for call in (load_lora_adapter, add_adapter, fuse_lora, unfuse_lora):
             vars(model)[call.__name__] = MethodType(call, model)
 
 
@@ -62,6 +63,8 @@ def load_lora_adapter(
     group, subject = _sharding(model).group, f"loading an adapter into {type(model).__name__}"
     name = kwargs.pop("adapter_name", None) or get_adapter_name(model)
     with group.agreement(subject) as step:
+        if kwargs.get("_pipeline") is None:
+            require_data(model, "loading an adapter", "load it through the pipeline, or before offloading")
         state, metadata = _read(pretrained_model_name_or_path_or_dict, kwargs)
         state = _in_peft_names(state, prefix)
         local = lora.local_state(model, state, group)
@@ -71,8 +74,10 @@ def load_lora_adapter(
         step.must_equal(adapter=f"{len(state)} tensors as {name} ({claim})")
     kwargs = {"low_cpu_mem_usage": True, **kwargs, "adapter_name": name, "metadata": metadata}
     named = {key if prefix is None else f"{prefix}.{key}": tensor for key, tensor in local.items()}
-    with lora.undone_on_failure(model, name), group.agreement(subject), _allowed_upstream(model):
+    with lora.undone_on_failure(model, name), group.agreement(subject), unmarked(model), settled():
         type(model).load_lora_adapter(model, named, prefix=prefix, hotswap=hotswap, **kwargs)
+    if kwargs.get("_pipeline") is None:
+        offload_groups_again(model)
 
 
 def add_adapter(model: Any, adapter_config: Any, adapter_name: str = "default") -> None:
@@ -86,12 +91,36 @@ def add_adapter(model: Any, adapter_config: Any, adapter_name: str = "default") 
     from shardwise.compose.lora_layers import check_start  # needs PEFT, as the call does
 
     with group.agreement(subject) as step:
+        require_data(model, "adding an adapter", "add it before offloading")
         check_start(adapter_config, type(model).__name__)
         entries: dict[str, Any] = getattr(adapter_config, "to_dict", dict)()
         facts = [(k, sorted(v) if isinstance(v, set | list) else v) for k, v in sorted(entries.items())]
         step.must_equal(adapter=f"{type(adapter_config).__name__} {adapter_name} ({digest(facts)})")
     with lora.undone_on_failure(model, adapter_name), group.agreement(subject):
         type(model).add_adapter(model, adapter_config, adapter_name)
+    offload_groups_again(model)
+
+
+def fuse_lora(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Add adapters to the weights as diffusers' method of this name does.
+
+    Raises:
+        UnsupportedOperation: the model is offloaded layer by layer, so that its weights are not there.
+    """
+    require_data(model, "fuse_lora", "fuse the adapters before offloading")
+    type(model).fuse_lora(model, *args, **kwargs)
+    offload_groups_again(model)
+
+
+def unfuse_lora(model: Any) -> None:
+    """Take adapters out of the weights as diffusers' method of this name does.
+
+    Raises:
+        UnsupportedOperation: the model is offloaded layer by layer, so that its weights are not there.
+    """
+    require_data(model, "unfuse_lora", "take the hooks away first, with pipeline.remove_all_hooks()")
+    type(model).unfuse_lora(model)
+    offload_groups_again(model)
 
 
 def _sharding(model: nn.Module) -> Sharding:
@@ -121,16 +150,6 @@ def _in_peft_names(state: Mapping[str, Tensor], prefix: str | None) -> dict[str,
     if own and "lora_A" not in next(iter(own)):
         own = convert_unet_state_dict_to_peft(own)
     return dict(sorted(own.items()))
-
-
-@contextmanager
-def _allowed_upstream(model: nn.Module) -> Iterator[None]:
-    """Take away for a while by what diffusers knows a sharded model, into which it loads no adapter."""
-    mark = vars(model).pop("_parallel_config")
-    try:
-        yield
-    finally:
-        vars(model)["_parallel_config"] = mark
 
 
 @cache

@@ -30,6 +30,7 @@ from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
 from shardwise.models.checking import StaticCheck
 from shardwise.models.lora import allow as allow_lora
+from shardwise.models.offload import allow as allow_offload
 from shardwise.models.planning import choose_plan
 from shardwise.models.progress import progress_bar
 from shardwise.models.saving import let_save
@@ -83,6 +84,7 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
         lora.shard_layers(layers, group)
         let_save(model)
         allow_lora(model)
+        allow_offload(model)
     return model
 
 
@@ -228,6 +230,7 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
     let_save(model)
     static.after(model)
     allow_lora(model)
+    allow_offload(model)
     vars(model)["load_report"] = report
     model.register_to_config(_name_or_path=str(location))
     model.eval()

@@ -33,6 +33,7 @@ from shardwise.checkpoint.write import (
     superseded,
     write_text,
 )
+from shardwise.compose.offload import with_data
 from shardwise.errors import CheckpointError, UnsupportedOperation, UnsupportedOption
 from shardwise.models.progress import progress_bar
 from shardwise.plan.styles import CONFIG_PREFIX
@@ -85,7 +86,7 @@ def save_sharded(
 
     Raises:
         UnsupportedOption: an option that cannot be honoured; before anything is written.
-        UnsupportedOperation: the model has an adapter, is quantized or offloaded, or is no longer as it was sharded.
+        UnsupportedOperation: the model has an adapter, is quantized, or is no longer as it was sharded.
         CheckpointError: the folder cannot be written, or holds something else; on every rank.
         RankFailure: another rank failed; nothing is left of the folder.
     """
@@ -200,7 +201,7 @@ def _tensors(model: nn.Module, sharding: Sharding) -> tuple[dict[str, Tensor], d
     for path, module in model.named_modules():
         if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):
             raise _unsupported(model, f"{path} has an adapter", "unload it, or fuse it and unload it")
-    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    tensors = with_data(model, model.state_dict(keep_vars=True))
     plan, rank, stored = sharding.plan, sharding.group.rank, {}
     for name in plan.layouts.keys() & sharding.shapes.keys() - tensors.keys():
         raise _unsupported(model, f"it has no {name} any more", "undo what was changed since it was sharded")
@@ -211,7 +212,7 @@ def _tensors(model: nn.Module, sharding: Sharding) -> tuple[dict[str, Tensor], d
             raise _unsupported(
                 model,
                 f"{name} is not a plain tensor in memory",
-                "a quantized or offloaded model is not gathered",
+                "a quantized model is not gathered, nor one without weights",
             )
         if tuple(tensor.shape) != local:
             raise _unsupported(

@@ -78,11 +78,18 @@ class LocalLayer(nn.Module):
         shape, dim = tuple(self.weight.shape), self.tp_shard.dim
         return (*shape[:dim], self.tp_shard.size, *shape[dim + 1 :])
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output, or this rank's slice of it."""
-        return self.leave(self.product(self.enter(input)))
+    def forward(self, input: Tensor, adapt: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """Return the layer's output, or this rank's slice of it.
 
-    # What an adapter adds to the layer belongs between these steps: a sum over the ranks then covers both.
+        What an adapter adds belongs between the steps: a sum over the ranks then covers both.
+
+        Args:
+            input: What the layer is given, on all ranks.
+            adapt: Returns what takes the place of this rank's product, by what entered and the product.
+        """
+        own = self.enter(input)
+        output = self.product(own)
+        return self.leave(output if adapt is None else adapt(own, output))
 
     def enter(self, input: Tensor) -> Tensor:
         """Return what this rank's part of the weight is applied to."""

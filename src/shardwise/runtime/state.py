@@ -26,7 +26,6 @@ REFUSED = {
     "save_lora_adapter": "each rank holds its part of the adapter; save it from a model that is not sharded",
     "_load_ip_adapter_weights": "its keys and values are whole, and each rank holds some of the heads; "
     "load the IP adapter before sharding, into the model in memory, and shard it with enable_parallelism",
-    "enable_group_offload": "each rank holds only its slices; raise tp_degree instead",
     "enable_layerwise_casting": "load the model in the dtype you need",
     "fuse_qkv_projections": "the fused weight would not be covered by the plan",
 }
@@ -108,7 +107,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return f"has a {name} for its processor, with weights that neither the plan nor shardwise knows: unload it"
     hooks = " ".join(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))
     if hasattr(module, "_hf_hook") or "group_offloading" in hooks:
-        return "is offloaded: each rank keeps its slices on its own device; load the model without offloading"
+        return "is offloaded: shard the model first, and offload each rank's slices then"
     if "layerwise_casting" in hooks:
         return "has layerwise casting enabled: shard the model without it"
     return None
