@@ -115,7 +115,9 @@ def by_model(model: Any) -> Any:
 
 def by_layer(model: Any) -> Any:
     pipeline = Holder(Encoder(), model)
-    pipeline._exclude_from_cpu_offload = ["encoder"]  # accelerate itself fails with cpu:0, which diffusers asks for
+    pipeline._exclude_from_cpu_offload = [
+        "encoder"
+    ]  # accelerate itself fails with cpu:0, which diffusers asks for
     pipeline.enable_sequential_cpu_offload(device="cpu")
     return pipeline
 

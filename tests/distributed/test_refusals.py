@@ -225,10 +225,7 @@ def _after(stock: bool) -> dict[str, str]:
     calls: dict[str, Any] = {
         "push_to_hub": lambda: model.push_to_hub("someone/tiny"),
         "save_lora_adapter": lambda: model.save_lora_adapter("/no/such/folder"),
-        "enable_model_cpu_offload": lambda: pipeline.enable_model_cpu_offload(device="cuda"),
-        "enable_sequential_cpu_offload": lambda: pipeline.enable_sequential_cpu_offload(device="cuda"),
         "enable_parallelism": lambda: enable_parallelism(model, config=world()),
-        "enable_group_offload": lambda: _group_offload(model),
         "enable_layerwise_casting": lambda: _layerwise_casting(model),
         "fuse_qkv_projections": lambda: model.fuse_qkv_projections(),
     }
