@@ -74,6 +74,8 @@ def away_on(host: Host, model: nn.Module) -> Iterator[None]:
         mock.patch.object(kind, "_offload_to_memory", offload),
         mock.patch.object(kind, "_onload_from_memory", onload),
         mock.patch.object(type(model), "to", to),
+        # It collects garbage for each tensor, which takes most of the time here.
+        mock.patch("accelerate.utils.modeling.clear_device_cache"),
     ):
         yield
 

@@ -107,7 +107,7 @@ def _attaching(attach: Callable[..., None]) -> Callable[..., None]:
             with _first_hook_undone(module), agreement(group, type(module).__name__):
                 weights = given.get("weights_map")
                 no_shared_files(None if isinstance(weights, dict | None) else "files")
-                own_device(given["execution_device"], group)
+                own_device(given.get("execution_device", group.device), group)
                 given["execution_device"] = group.device  # not cpu:0, which torch takes for another than cpu
             _keep_gradient_hooks(module)
         attach(*call.args, **call.kwargs)
