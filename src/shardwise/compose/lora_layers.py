@@ -19,6 +19,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from shardwise.compose.offload import is_hooked
 from shardwise.errors import UnsupportedOperation
 from shardwise.plan.layout import Layout, Replicated, Shard
 from shardwise.runtime.collectives import enter_shard
@@ -166,9 +167,9 @@ def _times(
         UnsupportedOperation: it is offloaded, and more is asked than its output.
     """
     biased = add_bias and factor.bias is not None
-    if "forward" not in vars(factor):
+    if not is_hooked(factor):
         return linear(x, enter(factor.weight), enter(factor.bias) if biased else None)
-    # Its forward is replaced, by what brings its weight when it is called. Nothing else may then take the weight.
+    # What brings its weight does so when it is called: nothing else may take the weight.
     if torch.is_grad_enabled() and factor.weight.requires_grad:
         raise UnsupportedOperation("gradients of an offloaded adapter are not supported: use torch.no_grad()")
     if factor.bias is not None and not add_bias:

@@ -180,6 +180,12 @@ def _keep_gradient_hooks(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------- what is offloaded
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a hook of accelerate or of diffusers, such as brings weights, is around a module's forward."""
+    registry = vars(module).get("_diffusers_hook")
+    return "_hf_hook" in vars(module) or (registry is not None and len(registry.hooks) > 0)
+
+
 def with_data(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a model by name, those that are offloaded as the hooks of accelerate keep them."""
     return {
