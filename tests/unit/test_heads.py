@@ -253,7 +253,7 @@ def test_head_width_that_does_not_divide_a_projection_counts_no_heads() -> None:
 
 @pytest.mark.parametrize("config", [None, {}, {"num_attention_heads": None}, {"num_attention_heads": (3, 5)}])
 def test_config_without_a_head_count_is_no_obstacle(config: object) -> None:
-    assert not list(heads.indivisible({}, {}, config, 2))
+    assert not list(heads.indivisible([], config, 2))
 
 
 def test_E4_config_and_modules_are_reported_together() -> None:

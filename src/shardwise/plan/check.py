@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import nn
 
 from shardwise.plan.findings import DIVIDE_FIX, CheckFinding
-from shardwise.plan.layout_pass import LayoutTracer
+from shardwise.plan.layout_pass import FirstFinding, Found, LayoutTracer
 from shardwise.plan.repair import Divide
 from shardwise.plan.resolve import ResolvedPlan
 from shardwise.plan.shape_pass import ShapeTracer, compare, compare_outputs
@@ -102,7 +103,7 @@ def check_plan(
     model: nn.Module,
     plan: ResolvedPlan,
     inputs: Mapping[str, Any],
-    localize: Localize | None = None,
+    localize: Localize,
 ) -> CheckReport:
     """Check a resolved plan on a model and example inputs.
 
@@ -110,7 +111,7 @@ def check_plan(
         model: The whole model; parameters may be on the meta device. Not changed.
         plan: What a plan means for it.
         inputs: Keyword arguments of its forward, real tensors; each pass gets a copy.
-        localize: Builds the model of the second pass; without it only the first is run.
+        localize: Builds the model of the second pass.
     """
     start, findings, traffic = time.perf_counter(), list[CheckFinding](), None
     # Of ranks that hold unequal numbers of heads the first has the most, and the last the fewest.
@@ -118,7 +119,7 @@ def check_plan(
         first = LayoutTracer(model, plan, rank)
         failed = _run_first(first, inputs)
         findings = list(first.findings)
-        if localize is not None and not findings and not failed:
+        if not findings and not failed:
             local, counter = localize(model, plan, rank)
             findings = _run_second(first, ShapeTracer(local, model, plan), inputs)
             traffic = counter.traffic.all_reduces
@@ -132,6 +133,14 @@ def check_plan(
         all_reduces=traffic,
         seconds=time.perf_counter() - start,
     )
+
+
+def first_fault(model: nn.Module, plan: ResolvedPlan, inputs: Mapping[str, Any]) -> CheckFinding | None:
+    """Return the first thing that pass 1 finds, for a plan that is being searched; None if there is nothing."""
+    tracer = FirstFinding(model, plan)
+    with suppress(Found):
+        _run_first(tracer, inputs)
+    return next(iter(tracer.findings), None)
 
 
 def _run_first(tracer: LayoutTracer, inputs: Mapping[str, Any]) -> bool:

@@ -8,8 +8,9 @@ half the width, and several model classes then give wrong numbers without any er
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 from torch import nn
@@ -74,7 +75,7 @@ class Owner:
     linears: Mapping[str, nn.Linear]
     planned: Mapping[str, tuple[str, Style]]
 
-    @property
+    @cached_property
     def projections(self) -> list[str]:
         """Paths of its query, key and value projections, as far as their names say that there are some."""
         found = {path: _PROJECTION.findall(_own_name(self.path, path)) for path in self.linears}
@@ -83,29 +84,41 @@ class Owner:
         }
         return [path for path, words in found.items() if words] if {"q", "k"} <= letters else []
 
-    @property
+    @cached_property
     def sharded(self) -> list[str]:
         """Paths of its Linears whose output is sharded."""
         return [path for path in self.linears if path in self.planned and self.planned[path][1].leaves_shard]
 
-    @property
+    @cached_property
     def counts(self) -> dict[str, int]:
         """Its head counts and the widths that go with them."""
         own = vars(self.module)
         return {name: own[name] for name in (*HEAD_COUNTS, *WIDTHS) if is_count(own.get(name))}
 
-    @property
+    @cached_property
     def head_width(self) -> int | None:
         """The width of one head, if an attribute tells it."""
         widths = (vars(self.module).get(name) for name in HEAD_WIDTHS)
         return next((width for width in widths if is_count(width)), None)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """The width of one head, told by an attribute or by the number of heads; 0 if neither is known."""
         counted = max((v for n, v in self.counts.items() if n in HEAD_COUNTS), default=0)
         features = max((self.linears[path].weight.shape[0] for path in self.sharded), default=0)
         return self.head_width or (features // counted if counted else 0)
+
+    @cached_property
+    def keys_and_values(self) -> tuple[list[str], int]:
+        """Paths of the projections that make keys or values only, and their number of heads; 0 if it is not known."""
+        paths = [path for path in self.projections if set(_letters(_own_name(self.path, path))) <= {"k", "v"}]
+        counts = {n for path in paths for n in head_counts(self, path, self.width, whole=True)}
+        return paths, counts.pop() if len(counts) == 1 else 0
+
+    @cached_property
+    def counts_by_projection(self) -> dict[str, list[int]]:
+        """Path of each projection -> its numbers of heads, if an attribute tells the width of one."""
+        return {path: head_counts(self, path, self.head_width or 0) for path in self.projections}
 
     @property
     def is_settled(self) -> bool:
@@ -118,22 +131,16 @@ class Owner:
         return bool(set(self.projections) & set(self.sharded)) or not self.projections
 
 
-def shared(
-    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], degree: int
-) -> dict[str, int]:
+def shared(owners: Iterable[Owner], degree: int) -> dict[str, int]:
     """Return path -> copies for what belongs to key and value heads that are fewer than the ranks.
 
     Each of `degree / heads` neighbouring ranks then holds the one head that its queries read. Named are the
     projections, their attention, and the norms over all of their heads.
     """
     found: dict[str, int] = {}
-    for owner in owners(modules, planned):
-        paths = [
-            path for path in owner.projections if set(_letters(_own_name(owner.path, path))) <= {"k", "v"}
-        ]
-        counts = {n for path in paths for n in head_counts(owner, path, owner.width, whole=True)}
-        heads = counts.pop() if len(counts) == 1 else degree
-        if heads < degree and degree % heads == 0:
+    for owner in owners:
+        paths, heads = owner.keys_and_values
+        if heads and heads < degree and degree % heads == 0:
             norms = norms_over(owner, heads * owner.width)
             found |= dict.fromkeys([*paths, *norms, owner.path], degree // heads)
     return found
@@ -154,20 +161,17 @@ def _is_over(style: AcrossHeadNorm, module: nn.Module, width: int) -> bool:
         return False  # reported where the style is applied
 
 
-def derive(
-    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], shared: Mapping[str, int]
-) -> Iterator[tuple[str, str, Style]]:
+def derive(owners: Iterable[Owner], shared: Mapping[str, int]) -> Iterator[tuple[str, str, Style]]:
     """Yield (path, plan key, style) for what follows from a plan without being in it.
 
     An attention whose projections are sharded divides its head count, and sums the gradients of the norms
     that it applies to each head. What has its own entry in the plan is left to it.
 
     Args:
-        modules: The model's modules by their paths.
-        planned: Path -> plan key and style.
+        owners: What `owners_of` returns.
         shared: What `shared` returns: such attentions divide how many queries read a key, too.
     """
-    for owner in owners(modules, planned):
+    for owner in owners:
         if not owner.reads_heads:
             continue
         if not owner.is_settled and any(name in HEAD_COUNTS for name in owner.counts):
@@ -175,21 +179,20 @@ def derive(
             groups = (name for name in QUERIES_PER_KEY if is_count(own.get(name)))
             yield owner.path, owner.key, DivideAttributes(*owner.counts, *groups)
         for path in _per_head_modules(owner):
-            if path not in planned:
+            if path not in owner.planned:
                 yield path, owner.key, PerHead()
 
 
-def faults(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]) -> Iterator[Finding]:
+def faults(owners: Iterable[Owner]) -> Iterator[Finding]:
     """Yield a finding for each attention that the plan would leave with the wrong idea of its heads."""
-    for owner in owners(modules, planned):
+    for owner in owners:
         fault = None if owner.is_settled else _half_planned(owner) or _unclear(owner)
         if fault is not None:
             yield Finding(fault.kind, owner.path, fault.message, fault.fix, owner.key)
 
 
 def indivisible(
-    modules: Mapping[str, nn.Module],
-    planned: Mapping[str, tuple[str, Style]],
+    owners: Collection[Owner],
     config: object,
     degree: int,
     uneven: Collection[str] = (),
@@ -199,7 +202,7 @@ def indivisible(
     Key and value heads may also be fewer than the ranks, if `degree` is a multiple of them. `uneven` are paths of
     modules whose heads are shared unevenly: where there are some, the configuration is not asked.
     """
-    copied = shared(modules, planned, degree)
+    copied = shared(owners, degree)
     for name in () if uneven else CONFIG_HEADS:
         count = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
         if not isinstance(count, int) or not is_count(count):
@@ -208,12 +211,12 @@ def indivisible(
         if count % degree and not fits_in_copies:
             fault = indivisible_heads(name, count, degree)
             yield Finding(fault.kind, f"config.{name}", fault.message, fault.fix)
-    for owner in owners(modules, planned):
-        for path in [path for path in owner.projections if path not in copied and path not in uneven]:
-            for count in head_counts(owner, path, owner.head_width or 0):
+    for owner in owners:
+        for path, counts in owner.counts_by_projection.items():
+            for count in counts if path not in copied and path not in uneven else ():
                 if count % degree:
                     fault = indivisible_heads("its number of heads", count, degree)
-                    yield Finding(fault.kind, path, fault.message, fault.fix, planned[path][0])
+                    yield Finding(fault.kind, path, fault.message, fault.fix, owner.planned[path][0])
 
 
 def head_counts(owner: Owner, path: str, width: int, whole: bool = False) -> list[int]:
@@ -298,8 +301,10 @@ def _per_head_modules(owner: Owner) -> Iterator[str]:
             yield f"{owner.path}.{name}".lstrip(".")
 
 
-def owners(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]) -> Iterator[Owner]:
-    """Yield the modules whose own Linears leave a shard."""
+def owners_of(
+    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]]
+) -> tuple[Owner, ...]:
+    """Return the modules whose own Linears leave a shard."""
     keys: dict[str, str] = {}
     for path, (key, style) in planned.items():
         if style.leaves_shard and isinstance(modules[path], nn.Linear):
@@ -308,8 +313,7 @@ def owners(modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, St
     for path, module in modules.items():
         if isinstance(module, nn.Linear) and (owner := owner_path(modules, path)) in linears:
             linears[owner][path] = module
-    for path, key in keys.items():
-        yield Owner(path, modules[path], key, linears[path], planned)
+    return tuple(Owner(path, modules[path], key, linears[path], planned) for path, key in keys.items())
 
 
 def owner_path(modules: Mapping[str, nn.Module], path: str) -> str:

@@ -205,10 +205,9 @@ class _Search:
         plan: dict[str, object] = {**base, seed: "colwise"}
         steps: list[str] = []
         for _ in range(MOST_REPAIRS):
-            report = self.subject.check(plan)
-            if report.ok:
+            finding = self.subject.first_fault(plan)
+            if finding is None:
                 break
-            finding = report.findings[0]
             repaired = mend(self.subject, plan, finding)
             steps.append(f"{_changes(plan, repaired)}: {finding.message}")
             plan = repaired
@@ -218,7 +217,7 @@ class _Search:
 
     def _divided(self, plan: dict[str, object], steps: list[str]) -> dict[str, object]:
         """Return the plan with the attributes divided that the second pass asks for."""
-        report = self.subject.check(plan, second=True)
+        report = self.subject.check(plan)
         for _ in range(MOST_REPAIRS):
             if report.ok:
                 return plan
@@ -240,7 +239,7 @@ class _Search:
                 group = _group(self.subject, key, entries, (step,))
             except DeadEnd:  # the degree does not divide its input
                 continue
-            if self.subject.check({**self.plan, **entries}, second=True).ok:
+            if self.subject.check({**self.plan, **entries}).ok:
                 self.groups.append(group)
 
     def _owner(self, key: str) -> Group | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import prod
+from math import isqrt, prod
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ Activation = Replicated | Shard | Partial
 
 def divisors(number: int) -> list[int]:
     """Return the positive divisors of `number` in ascending order."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def followers(size: int, parts: int, shares: Iterable[Fraction] = ()) -> tuple[int, ...]:

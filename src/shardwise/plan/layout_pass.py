@@ -83,7 +83,7 @@ class LayoutTracer(Tracer):
                 slices.append(tensor.view_as(tensor))
             given = self._tag(tensor)
             if given.layout not in (None, WHOLE):
-                self.findings.append(_need_finding(planned, WHOLE, given))
+                self._found(_need_finding(planned, WHOLE, given))
             self._set(slices[-1], _Tag(self._cut(planned, style.cut, tensor), (path,)))
             return slices[-1]
 
@@ -114,7 +114,7 @@ class LayoutTracer(Tracer):
         needed = planned.style.needs(self.model.get_submodule(path), inputs[0].ndim)
         given = self._tag(inputs[0])
         if needed is not None and given.layout is not None and given.layout != needed:
-            self.findings.append(_need_finding(planned, needed, given))
+            self._found(_need_finding(planned, needed, given))
 
     def close_box(self, path: str, outputs: list[Tensor]) -> None:
         """Give the outputs of a planned module the layout that its style leaves."""
@@ -166,7 +166,7 @@ class LayoutTracer(Tracer):
         for tensor in tensors_in(self.output):
             tag = self._tag(tensor)
             if tag.layout is not None and tag.layout != WHOLE:
-                self.findings.append(
+                self._found(
                     CheckFinding(
                         "OutputNotWhole",
                         tag.producers[0] if tag.producers else "",
@@ -218,7 +218,10 @@ class LayoutTracer(Tracer):
         self, kind: str, message: str, fix: str, repair: Repair | None, planned: PlannedModule | None = None
     ) -> None:
         path, key = (planned.path, planned.plan_key) if planned else (self.path, None)
-        self.findings.append(CheckFinding(kind, path, message, fix, key, model_source(), repair=repair))
+        self._found(CheckFinding(kind, path, message, fix, key, model_source(), repair=repair))
+
+    def _found(self, finding: CheckFinding) -> None:
+        self.findings.append(finding)
 
     def _call(self, name: str, args: Any, kwargs: Any, output: Any) -> Call:
         call = Call(name, args, kwargs, output, self.plan.degree, rank=self._rank, shares=self._shares)
@@ -292,6 +295,21 @@ class LayoutTracer(Tracer):
             return tensor
         spans = layout.spans(self._rank, self.plan.degree)
         return torch.cat([tensor.narrow(layout.dim, span.start, span.length) for span in spans], layout.dim)
+
+
+class Found(BaseException):
+    """Ends a forward at its first finding; no error that a model's code may catch."""
+
+
+class FirstFinding(LayoutTracer):
+    """Pass 1 for a plan that is being searched: it ends at its first finding, and no second pass compares with it."""
+
+    def _found(self, finding: CheckFinding) -> None:
+        super()._found(finding)
+        raise Found
+
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        return
 
 
 def _need_finding(planned: PlannedModule, needed: Activation, given: _Tag) -> CheckFinding:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, ClassVar
 
 from torch import nn
@@ -105,8 +106,8 @@ class LinearStyle(Style):
     def faults(self, module: nn.Module, degree: int) -> Iterator[StyleFault]:
         """Yield one fault for each block that `degree` does not divide on its own."""
         shard = self.shard_of(module)
-        good = [d for d in divisors(min(shard.blocks)) if not any(block % d for block in shard.blocks)]
         for i in shard.indivisible(degree):
+            good = divisors(gcd(*shard.blocks))
             yield StyleFault(
                 "IndivisibleBlock",
                 f"block {i + 1} of {len(shard.blocks)} has {shard.blocks[i]} {'columns' if self.dim else 'rows'}; "

@@ -261,7 +261,7 @@ def divide(subject: Subject, plan: Entries, finding: CheckFinding) -> tuple[dict
     key = subject.pattern(finding.module)
     for trial in _divisions(subject, plan, finding):
         try:
-            report = subject.check(trial, second=True)
+            report = subject.check(trial)
         except DeadEnd:  # some block has no such number
             continue
         if not any(subject.pattern(f.module) == key for f in report.findings):

@@ -91,20 +91,18 @@ def resolve(
     if not isinstance(plan, Mapping):
         message = f"a plan maps module patterns to styles, this is a {type(plan).__name__}"
         raise PlanError([Finding("NotAPlan", type(model).__name__, message, "pass a dict")])
-    modules = dict(model.named_modules(remove_duplicate=False))
-    config = getattr(model, "config", None)
     findings: list[Finding] = []
-    planned = _match(modules, plan, findings)
+    matched = _Matched.of(model, plan, uneven, findings)
+    odd = matched.uneven_attentions(degree) if guards else {}
     if guards:
-        findings += heads.faults(modules, planned)
-        odd = attentions(modules, planned, degree) if uneven else {}
-        findings += heads.indivisible(modules, planned, config, degree, odd)
-    entries = _entries(modules, planned, degree, guards, uneven)
+        findings += heads.faults(matched.owners)
+        findings += heads.indivisible(matched.owners, matched.config, degree, odd)
     resolved = [
-        _plan_module(modules[path], path, key, style, degree, findings) for path, key, style in entries
+        _plan_module(matched.modules[path], path, key, style, degree, findings)
+        for path, key, style in matched.entries(degree, odd, guards)
     ]
     planned_modules = tuple(m for m in resolved if m)
-    layouts = _layouts(modules, planned_modules)
+    layouts = _layouts(matched.modules, planned_modules)
     findings += _shared(model, layouts)
     if degree > 1 and not findings and not any(isinstance(layout, Shard) for layout in layouts.values()):
         message = "the plan shards no weight: every rank would hold the whole model"
@@ -112,8 +110,7 @@ def resolve(
             Finding("NothingSharded", type(model).__name__, message, "add patterns of its Linears")
         )
     if findings:
-        fits = partial(_fits, modules, planned, config, uneven=uneven)
-        degrees = filter(fits, range(1, _LARGEST_DEGREE + 1))
+        degrees = filter(matched.fits, range(1, _LARGEST_DEGREE + 1))
         raise PlanError(_collapse(findings), f"{type(model).__name__} at tp_degree {degree}", degrees)
     return ResolvedPlan(degree, planned_modules, layouts)
 
@@ -136,35 +133,66 @@ _LARGEST_DEGREE = 64  # how far messages look for degrees that would work
 
 def fitting_degrees(model: nn.Module, plan: Plan, uneven: bool = False) -> tuple[int, ...]:
     """Return the degrees, up to 64, that can share all blocks and heads, whatever else may be wrong with a plan."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    planned = _match(modules, plan, [])
-    config = getattr(model, "config", None)
-    return tuple(d for d in range(1, _LARGEST_DEGREE + 1) if _fits(modules, planned, config, d, uneven))
+    matched = _Matched.of(model, plan, uneven, [])
+    return tuple(filter(matched.fits, range(1, _LARGEST_DEGREE + 1)))
 
 
-def _entries(
-    modules: Mapping[str, nn.Module],
-    planned: Mapping[str, tuple[str, Style]],
-    degree: int,
-    guards: bool,
-    uneven: bool = False,
-) -> list[Entry]:
-    """Return (path, plan key, style) of what the plan cuts and, with the guards, of what follows from it."""
-    entries = [(path, key, style) for path, (key, style) in planned.items()]
-    if not guards:
-        return [*_cut(modules, entries, degree), *_whole_inside(modules, entries)]
-    copies = heads.shared(modules, planned, degree)
-    entries += heads.derive(modules, planned, copies)
-    entries += adapters.derive(modules, planned)
-    entries += _whole_inside(modules, entries)
-    entries = [
-        (path, key, style.shared_by(copies[path]) if path in copies else style)
-        for path, key, style in entries
-    ]
-    if uneven:
-        odd = attentions(modules, planned, degree)
-        entries = list(shared(modules, planned, entries, odd, degree))
-    return _cut(modules, entries, degree)
+@dataclass(frozen=True)
+class _Matched:
+    """What a plan touches of a model, before anything is cut: the same at every degree.
+
+    Attributes:
+        modules: All modules by path.
+        planned: Path -> plan key and style.
+        config: The model's configuration, if it has one.
+        uneven: Whether heads may be shared in unequal numbers.
+    """
+
+    modules: Mapping[str, nn.Module]
+    planned: Mapping[str, tuple[str, Style]]
+    config: object
+    uneven: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan, uneven: bool, findings: list[Finding]) -> _Matched:
+        """Return what `plan` touches of `model`; keys that are wrong become findings."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        return cls(modules, _match(modules, plan, findings), getattr(model, "config", None), uneven)
+
+    @cached_property
+    def owners(self) -> Sequence[heads.Owner]:
+        """The modules whose own Linears leave a shard."""
+        return heads.owners_of(self.modules, self.planned)
+
+    def uneven_attentions(self, degree: int) -> Mapping[str, int]:
+        """Return path -> number of heads for what is cut unevenly, if that is allowed."""
+        return attentions(self.modules, self.owners, degree) if self.uneven else {}
+
+    def entries(self, degree: int, odd: Mapping[str, int], guards: bool = True) -> list[Entry]:
+        """Return (path, plan key, style) of what the plan cuts and, with the guards, of what follows from it."""
+        entries = [(path, key, style) for path, (key, style) in self.planned.items()]
+        if not guards:
+            return [*_cut(self.modules, entries, degree), *_whole_inside(self.modules, entries)]
+        copies = heads.shared(self.owners, degree)
+        entries += heads.derive(self.owners, copies)
+        entries += adapters.derive(self.modules, self.planned)
+        entries += _whole_inside(self.modules, entries)
+        entries = [
+            (path, key, style.shared_by(copies[path]) if path in copies else style)
+            for path, key, style in entries
+        ]
+        if self.uneven:
+            entries = list(shared(self.modules, self.owners, entries, odd, degree))
+        return _cut(self.modules, entries, degree)
+
+    def fits(self, degree: int) -> bool:
+        """Return whether `degree` ranks can share all blocks and heads, whatever else may be wrong with the plan."""
+        odd = self.uneven_attentions(degree)
+        if any(True for _ in heads.indivisible(self.owners, self.config, degree, odd)):
+            return False
+        return not any(
+            _faults(self.modules[path], style, degree) for path, _, style in self.entries(degree, odd)
+        )
 
 
 def _cut(modules: Mapping[str, nn.Module], entries: Iterable[Entry], degree: int) -> list[Entry]:
@@ -187,21 +215,6 @@ def _whole_inside(modules: Mapping[str, nn.Module], entries: Sequence[Entry]) ->
             within = path == outer or path.startswith(f"{outer}." if outer else "")
             if within and path not in known and any(True for _ in module.parameters(recurse=False)):
                 yield path, key, PerHead()
-
-
-def _fits(
-    modules: Mapping[str, nn.Module],
-    planned: Mapping[str, tuple[str, Style]],
-    config: object,
-    degree: int,
-    uneven: bool = False,
-) -> bool:
-    """Return whether `degree` ranks can share all blocks and heads, whatever else may be wrong with the plan."""
-    odd = attentions(modules, planned, degree) if uneven else {}
-    if any(True for _ in heads.indivisible(modules, planned, config, degree, odd)):
-        return False
-    entries = _entries(modules, planned, degree, guards=True, uneven=uneven)
-    return not any(_faults(modules[path], style, degree) for path, _, style in entries)
 
 
 def _faults(module: nn.Module, style: Style, degree: int) -> list[StyleFault]:

@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.check import CheckReport, Localize, check_plan
+from shardwise.plan.check import CheckReport, Localize, check_plan, first_fault
+from shardwise.plan.findings import CheckFinding
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
 from shardwise.plan.trace import quiet_forward
 
@@ -138,15 +139,25 @@ class Subject(Outline):
             finding = error.findings[0]
             raise DeadEnd(f"{finding.module}: {finding.message}") from error
 
-    def check(self, plan: Plan, second: bool = False) -> CheckReport:
-        """Check a plan: its layouts, and with `second` also the shapes of a rank.
+    def first_fault(self, plan: Plan) -> CheckFinding | None:
+        """Return the first thing that is wrong with the layouts of a plan, if there is one.
 
         Raises:
             DeadEnd: a style does not fit its module.
         """
         resolved = self.resolve(plan)
         self.checks += 1
-        return check_plan(self.model, resolved, self.inputs, self.localize if second else None)
+        return first_fault(self.model, resolved, self.inputs)
+
+    def check(self, plan: Plan) -> CheckReport:
+        """Check a plan: its layouts, and the shapes of a rank.
+
+        Raises:
+            DeadEnd: a style does not fit its module.
+        """
+        resolved = self.resolve(plan)
+        self.checks += 1
+        return check_plan(self.model, resolved, self.inputs, self.localize)
 
     def _run(self) -> tuple[str, ...]:
         """Run the forward once, for what the model caches and for the order of its Linears."""

@@ -7,7 +7,7 @@ here decides whether a plan is right: the static check sees two cuts that meet a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
 
 from torch import nn
@@ -28,7 +28,7 @@ Entry = tuple[str, str, Style]
 
 
 def attentions(
-    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], degree: int
+    modules: Mapping[str, nn.Module], owners: Iterable[heads.Owner], degree: int
 ) -> dict[str, int]:
     """Return path -> number of heads for each planned module in or beside an attention of uneven heads.
 
@@ -36,24 +36,22 @@ def attentions(
     fewer heads than ranks has nothing for some of them, and is left out.
     """
     found: dict[str, int] = {}
-    for owner in heads.owners(modules, planned):
+    for owner in owners:
         counts = [n for path in owner.projections for n in heads.head_counts(owner, path, owner.width)]
         units = gcd(*counts)
         if units > degree and units % degree:
-            found |= dict.fromkeys(_together(modules, planned, owner), units)
+            found |= dict.fromkeys(_together(modules, owner), units)
     return found
 
 
-def _together(
-    modules: Mapping[str, nn.Module], planned: Mapping[str, tuple[str, Style]], owner: heads.Owner
-) -> Iterator[str]:
+def _together(modules: Mapping[str, nn.Module], owner: heads.Owner) -> Iterator[str]:
     """Yield an attention, what is planned of it, and the layers beside it that a block fuses with it."""
     yield owner.path
-    for path, (_, style) in planned.items():
+    for path, (_, style) in owner.planned.items():
         if path.startswith(f"{owner.path}.") and isinstance(style, (AcrossHeadNorm, LinearStyle)):
             yield path
     block = owner.path.rpartition(".")[0]
-    beside = list(_beside(modules, planned, block)) if block else []
+    beside = list(_beside(modules, owner.planned, block)) if block else []
     yield from beside
     if beside:
         yield block  # it may keep the widths of those layers
@@ -64,14 +62,14 @@ def _beside(
 ) -> Iterator[str]:
     """Yield the layers that a block holds itself, beside its attention."""
     for path, (_, style) in planned.items():
-        own = isinstance(style, LinearStyle) and heads.owner_path(modules, path) == block
-        if own and not style.may_stay_whole:
+        inside = path.startswith(f"{block}.") and isinstance(style, LinearStyle)
+        if inside and not style.may_stay_whole and heads.owner_path(modules, path) == block:
             yield path
 
 
 def shared(
     modules: Mapping[str, nn.Module],
-    planned: Mapping[str, tuple[str, Style]],
+    owners: Iterable[heads.Owner],
     entries: Sequence[Entry],
     found: Mapping[str, int],
     degree: int,
@@ -82,9 +80,7 @@ def shared(
     what cannot be cut evenly: a feed-forward by its features, the rest by the heads if they fit.
     """
     everywhere = set(found.values())
-    in_attentions = {
-        path for owner in heads.owners(modules, planned) if owner.projections for path in owner.linears
-    }
+    in_attentions = {path for owner in owners if owner.projections for path in owner.linears}
     for path, key, style in entries:
         over_heads = isinstance(style, (SliceInput, SliceOutput, SliceParameter))
         units = [found[path]] if path in found else []
