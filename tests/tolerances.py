@@ -11,6 +11,9 @@ FP32 = 1e-5
 FP64 = 1e-12
 """A forward in fp64, where rounding cannot hide a mistake."""
 
+LOSSES = 1e-4
+"""A loss of a fine-tuning in fp32, relative to that of one process at the same step."""
+
 BF16_RATIO = 1.5
 """A sharded bf16 forward may be this many times as far from fp32 as the one-process bf16 forward is."""
 

@@ -32,6 +32,16 @@ from tests.helpers import (
 from tests.pool import Pool
 from tests.small_models import SMALL, Glu, Mixture, Mlp, Modulation, small_input
 
+TRAINED = [
+    "Flux2Transformer2DModel",
+    "FluxTransformer2DModel",
+    "MiniMaxH3Transformer3DModel",
+    "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
+    "WanTransformer3DModel",
+]
+"""Classes whose training is held against one process in every respect."""
+
 DIFFERENTIABLE = {
     "x",
     "action_tokens",
@@ -71,7 +81,7 @@ DIFFERENTIABLE = {
 """Inputs that are data, if they are no codes. Positions are left out: no layer is between them and the heads."""
 
 
-def _backward(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def backward(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the gradients of the inputs and of the parameters, for a loss that uses every output."""
     data = {
         k: map_tensors(lambda t: t.clone().requires_grad_(), inputs[k])
@@ -91,8 +101,8 @@ def compare_gradients(whole: nn.Module, inputs: dict[str, Any], uneven: bool = F
     config = TensorParallelConfig(tp_degree=dist.get_world_size(), check=False, uneven=uneven)
     sharded = enable_parallelism(copy.deepcopy(whole), config=config)
     sharding = sharding_of(sharded)
-    wanted_inputs, wanted = _backward(whole, inputs)
-    got_inputs, got = _backward(sharded, inputs)
+    wanted_inputs, wanted = backward(whole, inputs)
+    got_inputs, got = backward(sharded, inputs)
     assert got.keys() == wanted.keys()
     # One scale for all: some gradients are zero but for rounding (a key's bias shifts all scores alike).
     scale = max(grad.abs().max() for grad in wanted.values())
@@ -120,6 +130,11 @@ def test_gradients_of_small_models_equal_one_process(ranks: Pool, cls: type[Any]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_of_families_equal_one_process_per_head_norms_included(two_ranks: Pool, name: str) -> None:
     assert max(max(errors) for errors in two_ranks.run(_family, name)) < tolerances.FP32
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_of_families_equal_one_process_on_four_ranks(four_ranks: Pool, name: str) -> None:
+    assert max(max(errors) for errors in four_ranks.run(_family, name)) < tolerances.FP32
 
 
 def _variant(name: str, variant: str) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from shardwise.errors import CheckpointError, RankFailure, ShardwiseError, Unsup
 from shardwise.plan.layout import Layout, Replicated
 from shardwise.runtime.shard import local_slice, sharding_of
 from tests import tolerances
-from tests.distributed.test_gradients import _backward
+from tests.distributed.test_gradients import backward
 from tests.distributed.test_lora import FLUX, FLUX2, WAN, error_of, pair, sharded_copy
 from tests.distributed.test_refusals import same, state
 from tests.helpers import outputs, randomize, relative_error, tiny_inputs, tiny_model
@@ -158,8 +158,8 @@ def compare(whole: Any, sharded: Any, inputs: dict[str, Any], options: Any) -> d
     traffic, results = sharding_of(sharded).group.traffic, outputs(whole, inputs)
     before = traffic.all_reduces
     error = relative_error(outputs(sharded, inputs), results)
-    wanted_inputs, wanted = _backward(whole, inputs)
-    got_inputs, got = _backward(sharded, inputs)
+    wanted_inputs, wanted = backward(whole, inputs)
+    got_inputs, got = backward(sharded, inputs)
     assert wanted.keys() == got.keys()
     own = parts(whole, sharded)
     scale = max(grad.abs().max() for name, grad in wanted.items() if name in own)

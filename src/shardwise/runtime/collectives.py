@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardwise.plan.layout import Span
-from shardwise.runtime.group import TensorParallelGroup
+from shardwise.runtime.group import Entered, TensorParallelGroup
 
 
 def reduce_partial(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
@@ -38,9 +38,30 @@ def enter_shard(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     return tensor
 
 
+def enter_layer(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Return `enter_shard` of what a layer is given: the same tensor for each layer in a row that is given the same.
+
+    The gradients of queries, keys and values are then added up on the rank before they are summed, once. It is
+    forgotten where the slices end (`leave_layer`) and in backward, so that nothing is held for longer than that.
+    """
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and tensor.requires_grad):
+        return enter_shard(tensor, group)
+    entered = group.entered
+    if entered is None or entered.tensor is not tensor or entered.version != tensor._version:
+        entered = group.entered = Entered(tensor, tensor._version, enter_shard(tensor, group))
+    return entered.copy
+
+
+def leave_layer(output: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Return `reduce_partial` of what a layer returns, behind which no layer goes on with the slices."""
+    if not torch.compiler.is_compiling():
+        group.entered = None
+    return reduce_partial(output, group)
+
+
 def split(tensor: Tensor, dim: int, spans: Sequence[Span], group: TensorParallelGroup) -> Tensor:
     """Return this rank's `spans` of a dim of a whole `tensor`, one after another."""
-    whole = enter_shard(tensor, group)
+    whole = enter_layer(tensor, group)
     parts = [whole.narrow(dim, span.start, span.length) for span in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -64,4 +85,6 @@ class _EnterShard(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if not torch.compiler.is_compiling():
+            ctx.group.entered = None  # what a checkpoint computed again may have stopped before it left
         return reduce_partial(grads[0].clone(), ctx.group), None

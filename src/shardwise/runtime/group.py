@@ -42,6 +42,15 @@ class Traffic:
     all_reduce_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Entered:
+    """A whole tensor that layers of slices are given in a row, as it was, and the copy that all of them read."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor
+
+
 class Step:
     """A step that the ranks take together; see `TensorParallelGroup.agreement`."""
 
@@ -70,7 +79,10 @@ class TensorParallelGroup:
         members: The global ranks, by coordinate.
         device: Where this rank's slices live.
         traffic: Counters of the collectives issued in eager mode.
+        entered: What the last layers of slices were given, until their slices end; only while a gradient is needed.
     """
+
+    entered: Entered | None = None
 
     def __init__(self, process_group: dist.ProcessGroup, members: list[int], device: torch.device) -> None:
         self.process_group = process_group

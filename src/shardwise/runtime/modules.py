@@ -22,7 +22,7 @@ from shardwise.plan import styles
 from shardwise.plan.layout import Shard, Span
 from shardwise.plan.linears import CONVOLUTIONS, sliding_dims
 from shardwise.plan.resolve import PlannedModule
-from shardwise.runtime.collectives import enter_shard, reduce_partial, split
+from shardwise.runtime.collectives import enter_layer, enter_shard, leave_layer, reduce_partial, split
 from shardwise.runtime.gradients import sum_gradients, sum_gradients_of_copies
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.norms import LocalNorm
@@ -122,7 +122,7 @@ class Colwise(LocalLayer):
 
     def enter(self, input: Tensor) -> Tensor:
         """Return the whole input; no communication but in backward."""
-        return input if self.tp_inside else enter_shard(input, self.tp_group)
+        return input if self.tp_inside else enter_layer(input, self.tp_group)
 
     def leave(self, output: Tensor) -> Tensor:
         """Return this rank's output features."""
@@ -161,7 +161,7 @@ class Rowwise(LocalLayer):
         """Return the whole output; one all-reduce, which inside of `SumOnce` is left to the module around."""
         if self.tp_inside:
             return output
-        whole = reduce_partial(output, self.tp_group)
+        whole = leave_layer(output, self.tp_group)
         return whole if self.bias is None else whole + self._aligned(self.bias)
 
     def _aligned(self, bias: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class OutputGather:
         (span,) = self.shard.spans(self.group.rank, self.group.degree)
         if not isinstance(output, Tensor) or output.shape[-1] != span.length:
             return output
-        return reduce_partial(pad(output, (span.start, self.shard.size - span.stop)), self.group)
+        return leave_layer(pad(output, (span.start, self.shard.size - span.stop)), self.group)
 
 
 @dataclass(frozen=True)
