@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
 from shardwise import models
+from shardwise.models.lookup import skeleton, tiny_case
 
 FAMILIES = sorted(models.FAMILIES)
 
@@ -45,6 +47,12 @@ def tiny_model(name: str, stock: bool = False, **config: Any) -> Any:
     module = family(name)
     cls = getattr(import_module("diffusers"), name) if stock else getattr(module, name)
     return randomize(cls(**{**module.TINY_CONFIG, **config}))
+
+
+@cache
+def tiny_skeleton(name: str, variant: str = "") -> nn.Module:
+    """Return a tiny model without weights, the same one for all tests of a process: it is not to be changed."""
+    return skeleton(name, **tiny_case(family(name), variant)[0])
 
 
 def tiny_inputs(name: str, seed: int = 0, **kwargs: Any) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan import heads
 from shardwise.plan.layout import Shard
-from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import ResolvedPlan, resolve
 from shardwise.plan.styles import DivideAttributes, PackedColwiseParallel
-from tests.helpers import FAMILIES, family
+from tests.helpers import FAMILIES, family, tiny_skeleton
 
 # Spelled out, so that a name that is lost from the library is noticed here.
 HEAD_COUNTS = [
@@ -122,9 +121,7 @@ def test_entry_of_the_plan_replaces_what_would_be_found() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_P7_P11_every_attention_of_a_shipped_plan_has_its_heads_divided(name: str, degree: int) -> None:
-    module = family(name)
-    with meta_parameters():
-        model = getattr(module, name)(**module.TINY_CONFIG)
+    module, model = family(name), tiny_skeleton(name)
     shared = {m.path for m in resolve(model, module.PLAN, degree).modules if m.style.leaves_shard}
     local = divided(model, module.PLAN, degree)
     for path, attention in model.named_modules():

@@ -8,10 +8,10 @@ import pytest
 from torch import nn
 
 from shardwise import check
-from shardwise.models.lookup import family_of, skeleton, tiny_case
+from shardwise.models.lookup import tiny_case
 from shardwise.plan.layout import Shard
 from shardwise.plan.resolve import resolve
-from tests.helpers import FAMILIES, family
+from tests.helpers import FAMILIES, family, tiny_skeleton
 
 REFUSED = {
     # Its second attention reads what the first one leaves, by a layer that belongs to no heads of its own.
@@ -26,8 +26,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_E4_every_class_is_shared_by_three_ranks_or_refused_with_a_reason(name: str) -> None:
-    config, inputs = tiny_case(family_of(getattr(family(name), name)))
-    report = check(skeleton(name, **config), degree=3, example_inputs=inputs, uneven=True)
+    _, inputs = tiny_case(family(name))
+    report = check(tiny_skeleton(name), degree=3, example_inputs=inputs, uneven=True)
     kinds = [finding.kind for finding in report.findings]
     assert kinds[:1] == ([REFUSED[name]] if name in REFUSED else [])
 
