@@ -40,8 +40,8 @@ def meta_parameters() -> Iterator[None]:
         patches.enter_context(mock.patch.object(nn.Module, "register_parameter", register_on_meta))
         for cls in (nn.Linear, *CONVOLUTIONS):
             patches.enter_context(mock.patch.object(cls, "__init__", _on_meta(cls.__init__)))
-        for cls in (nn.Linear, _ConvNd):  # there is nothing to draw, which takes most of the time
-            patches.enter_context(mock.patch.object(cls, "reset_parameters", return_value=None))
+        for base in (nn.Linear, _ConvNd):  # there is nothing to draw, and that would take most of the time
+            patches.enter_context(mock.patch.object(base, "reset_parameters", return_value=None))
         yield
 
 
