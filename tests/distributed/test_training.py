@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from shardwise import TensorParallelConfig, enable_parallelism
 from shardwise.compose import lora_layers
 from shardwise.plan.layout import Shard
 from shardwise.runtime import modules
-from shardwise.runtime.collectives import enter_shard
+from shardwise.runtime.collectives import enter_shard, reduce_partial
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.shard import local_slice, sharding_of
 from tests import tolerances
@@ -249,14 +250,15 @@ def _held(after: Callable[[Tensor], Any]) -> tuple[bool, bool]:
     config = TensorParallelConfig(dist.get_world_size(), check=False)
     model = enable_parallelism(randomize(Transformer()), config=config)
     x = small_input(Transformer)["x"].requires_grad_() * 1
-    loss, saved = (
-        sum(out.sum() for out in model(x)),
-        weakref.ref(x),
-    )  # the first layer keeps it for its weight
+    loss = sum(out.sum() for out in model(x))
+    saved = weakref.ref(x)  # the first layer keeps it for its weight
     del x
     assert saved() is not None
     after(loss)
     del loss
+    deadline = time.monotonic() + 5
+    while saved() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)  # gloo's own thread lets go of what it has reduced a moment later
     return sharding_of(model).group.entered is not None, saved() is not None
 
 
@@ -271,6 +273,15 @@ def _backward(loss: Tensor) -> None:
 @pytest.mark.parametrize("after", [_nothing, _backward])
 def test_no_tensor_is_held_after_a_step(two_ranks: Pool, after: Callable[[Tensor], Any]) -> None:
     assert two_ranks.run(_held, after) == [(False, False)] * 2
+
+
+def _held_for_ever() -> tuple[bool, bool]:
+    with mock.patch.object(modules, "leave_layer", reduce_partial):
+        return _held(_nothing)
+
+
+def test_without_an_end_of_the_slices_the_graph_of_a_step_is_held(two_ranks: Pool) -> None:
+    assert two_ranks.run(_held_for_ever) == [(True, True)] * 2
 
 
 def _compiled() -> float:
