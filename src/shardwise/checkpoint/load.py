@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.read import SliceReader
 from shardwise.checkpoint.read_plan import Wanted
-from shardwise.checkpoint.report import LoadReport
+from shardwise.checkpoint.report import LoadReport, total
 from shardwise.errors import CheckpointError
 from shardwise.plan.resolve import ResolvedPlan
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 DtypeRule = Callable[[str, torch.dtype, torch.dtype], torch.dtype]
 """(name, dtype in the file, dtype in the model) -> dtype on the device."""
+
+Arrival = Callable[[str, Tensor], Tensor | None]
+"""(name, this rank's slice) -> what takes its place in the model, such as a quantized parameter; None: the slice."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,12 @@ def load_tensors(
     plan: ResolvedPlan,
     reader: SliceReader,
     dtype: DtypeRule,
+    arrival: Arrival | None = None,
 ) -> tuple[dict[str, Tensor], LoadReport]:
     """Read this rank's part of every tensor of `model`, and return it by name, with what was read.
 
     Tensors that share a key share memory. Buffers that no checkpoint holds come back on the reader's device.
+    With `arrival`, which makes slices smaller, they are read in parts, and few are here as they were read.
 
     Raises:
         CheckpointError: a file cannot be read, ends early or has changed.
@@ -123,17 +129,45 @@ def load_tensors(
         if key not in wanted:
             entry, holders[key] = index[key], tensors[name]
             wanted[key] = Wanted(entry, plan.layout(name), dtype(name, entry.dtype, tensors[name].dtype))
-    slices, report = reader.read(wanted)
-    by_key = {key: _like(holders[key], data) for key, data in slices.items()}
+    by_key: dict[str, Tensor] = {}
+    reports: list[LoadReport] = []
+    for part in _parts(wanted, reader) if arrival else [wanted]:
+        slices, report = reader.read(part)
+        reports.append(report)
+        for key in part:
+            by_key[key] = _arrived(key, slices, holders[key], arrival)
     loaded = {name: by_key[key] for name, key in keys.sources.items()}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         loaded.setdefault(name, buffer.to(reader.device))
-    report = replace(report, file_bytes=sum(entry.nbytes for entry in index.values()))
+    report = replace(total(reports), file_bytes=sum(entry.nbytes for entry in index.values()))
     logger.debug(
         "%s: %s; reading took %.2f s and converting %.2f s, over all threads",
         *(type(model).__name__, report, report.read_seconds, report.convert_seconds),
     )
     return loaded, report
+
+
+def _parts(wanted: Mapping[str, Wanted], reader: SliceReader) -> Iterator[dict[str, Wanted]]:
+    """Yield what is wanted in file order, in parts of which none has more bytes than the largest slice."""
+    sizes = {
+        key: prod(want.local_shape(reader.rank, reader.degree)) * want.dtype.itemsize
+        for key, want in wanted.items()
+    }
+    part: dict[str, Wanted] = {}
+    for key in sorted(wanted, key=lambda key: (str(wanted[key].entry.file), wanted[key].entry.offset)):
+        if part and sum(map(sizes.__getitem__, part)) + sizes[key] > max(sizes.values()):
+            yield part
+            part = {}
+        part[key] = wanted[key]
+    yield part
+
+
+def _arrived(key: str, slices: dict[str, Tensor], holder: Tensor, arrival: Arrival | None) -> Tensor:
+    """Return what the model gets of a slice that was read; nothing else holds the slice any more."""
+    if arrival is not None and (made := arrival(key, slices[key])) is not None:
+        del slices[key]
+        return made
+    return _like(holder, slices.pop(key))
 
 
 def _like(old: Tensor, data: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -40,3 +41,17 @@ class LoadReport:
             f"{self.bytes_read / 1e9:.2f} of {self.file_bytes / 1e9:.2f} GB in {self.seconds:.2f} s "
             f"({self.gb_per_s:.2f} GB/s, {state}, {threads}, {self.staging_bytes / 1e6:.1f} MB of staging)"
         )
+
+
+def total(reports: Sequence[LoadReport]) -> LoadReport:
+    """Return what several loads did, one after another."""
+    return LoadReport(
+        bytes_read=sum(report.bytes_read for report in reports),
+        file_bytes=sum(report.file_bytes for report in reports),
+        seconds=sum(report.seconds for report in reports),
+        read_seconds=sum(report.read_seconds for report in reports),
+        convert_seconds=sum(report.convert_seconds for report in reports),
+        threads=max(report.threads for report in reports),
+        staging_bytes=max(report.staging_bytes for report in reports),
+        cold=any(report.cold for report in reports),
+    )

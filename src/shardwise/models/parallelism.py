@@ -23,8 +23,9 @@ from shardwise.checkpoint.agree import describe, stamps_of
 from shardwise.checkpoint.files import Source, has_manifest, locate
 from shardwise.checkpoint.hub import already_here, at_commit, commit_of
 from shardwise.checkpoint.index import TensorEntry, read_index
-from shardwise.checkpoint.load import DtypeRule, KeyReport, load_tensors, match_keys
+from shardwise.checkpoint.load import Arrival, DtypeRule, KeyReport, load_tensors, match_keys
 from shardwise.checkpoint.read import SliceReader
+from shardwise.checkpoint.report import LoadReport
 from shardwise.compose import lora
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
@@ -33,6 +34,7 @@ from shardwise.models.lora import allow as allow_lora
 from shardwise.models.offload import allow as allow_offload
 from shardwise.models.planning import choose_plan
 from shardwise.models.progress import progress_bar
+from shardwise.models.quantization import Quantization, refusal
 from shardwise.models.saving import let_save
 from shardwise.plan.meta import meta_parameters
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
@@ -116,9 +118,15 @@ class LoadOptions:
     subfolder: str | None = None
     variant: str | None = None
     output_loading_info: bool = False
+    quantization: Quantization | None = None
     hub: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     """Overrides of the model's config."""
+
+    @property
+    def arrival(self) -> Arrival | None:
+        """What is done with slices as they arrive."""
+        return self.quantization.arrival if self.quantization is not None else None
 
     def source(self, location: Any) -> Source:
         """Return the checkpoint that these options mean."""
@@ -146,11 +154,14 @@ class LoadOptions:
             )
         for name in _WITHOUT_EFFECT:
             rest.pop(name, None)
+        wanted = rest.pop("quantization_config", None)
+        quantization = Quantization(wanted) if wanted is not None else None
         return cls(
-            dtype=dtype,
+            dtype=quantization.dtype_for(dtype) if quantization is not None else dtype,
             subfolder=rest.pop("subfolder", None),
             variant=rest.pop("variant", None),
             output_loading_info=rest.pop("output_loading_info", False),
+            quantization=quantization,
             hub={name: rest.pop(name) for name in _HUB_OPTIONS if rest.get(name) is not None},
             model={name: value for name, value in rest.items() if name not in _HUB_OPTIONS},
         )
@@ -163,7 +174,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_memory": (_NONE, "it belongs to device_map; leave it out"),
     "offload_folder": (_NONE, "it belongs to device_map; leave it out"),
     "offload_state_dict": ((None, False), "it belongs to device_map; leave it out"),
-    "quantization_config": (_NONE, "quantized storage cannot be sliced; load the weights unquantized"),
     "low_cpu_mem_usage": ((True, None), "each rank builds the model without weights; leave it out"),
     "use_flashpack": ((False, None), "a FlashPack file cannot be read in slices; use the safetensors files"),
     "use_safetensors": ((None, True), "each rank reads slices, which needs safetensors; leave it out"),
@@ -209,7 +219,9 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
         group.check(config)
         static = StaticCheck(config)
         step.say(static.look(model, ready.plan, mine=group.rank == 0))
-        step.must_equal(dtype=options.dtype, **fingerprint(model, ready.plan))
+        step.must_equal(
+            dtype=options.dtype, quantization=options.quantization, **fingerprint(model, ready.plan)
+        )
     static.judge(model, step.heard[0])
     neighbours = group.meet()
     source = options.source(location)
@@ -224,16 +236,14 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
     with group.agreement(subject, patience), progress_bar(subject, group) as progress:
         reader = SliceReader(group.rank, group.degree, group.device, neighbours, stamps, progress)
         dtype = _dtype_rule(model, options.dtype)
-        tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype)
+        tensors, report = load_tensors(model, index, keys, ready.plan, reader, dtype, options.arrival)
     assign(model, tensors)
     localize(model, config, ready.plan, group, shapes)
     let_save(model)
     static.after(model)
     allow_lora(model)
     allow_offload(model)
-    vars(model)["load_report"] = report
-    model.register_to_config(_name_or_path=str(location))
-    model.eval()
+    _finish(model, location, options, report)
     _report_keys(subject, keys, group)
     return (model, _loading_info(keys)) if options.output_loading_info else model
 
@@ -256,12 +266,20 @@ def load_whole(cls: Any, location: Any, kwargs: Mapping[str, Any]) -> Any:
     index, keys = match(model, source, files)
     reader = SliceReader(0, 1, torch.device("cpu"), (0,), stamps)
     dtype = _dtype_rule(model, options.dtype)
-    tensors, report = load_tensors(model, index, keys, ResolvedPlan(1, (), {}), reader, dtype)
+    plan = ResolvedPlan(1, (), {})
+    tensors, report = load_tensors(model, index, keys, plan, reader, dtype, options.arrival)
     assign(model, tensors)
+    _finish(model, location, options, report)
+    return (model, _loading_info(keys)) if options.output_loading_info else model
+
+
+def _finish(model: Any, location: Any, options: LoadOptions, report: LoadReport) -> None:
+    """Leave on a model what `from_pretrained` does."""
     vars(model)["load_report"] = report
     model.register_to_config(_name_or_path=str(location))
+    if options.quantization is not None:
+        options.quantization.finish(model)
     model.eval()
-    return (model, _loading_info(keys)) if options.output_loading_info else model
 
 
 def _agree_on_options(
@@ -280,11 +298,13 @@ def prepare(cls: Any, location: Any, config: TensorParallelConfig, options: Load
 
     Raises:
         CheckpointError: there is no configuration.
-        UnsupportedOption: the checkpoint is quantized.
+        UnsupportedOption: the checkpoint is quantized, or its weights cannot be as asked.
         PlanError: the plan does not fit the model at this degree.
     """
     model = _without_weights(cls, location, options)
     resolved = resolve(model, choose_plan(model, config), config.tp_degree, uneven=config.uneven)
+    if options.quantization is not None:
+        options.quantization.check(resolved)
     return Prepared(model, resolved)
 
 
@@ -295,13 +315,18 @@ def _without_weights(cls: Any, location: Any, options: LoadOptions) -> Any:
         )
     except OSError as error:
         raise CheckpointError(f"the configuration of {location} cannot be read: {error}") from error
-    if model_config.get("quantization_config") is not None:
+    stored = model_config.get("quantization_config")
+    if stored is not None:
+        reason = refusal(stored) or "use the unquantized weights, and quantization_config=TorchAoConfig(...)"
         raise UnsupportedOption(
             f"{location} is a quantized checkpoint (quantization_config in its config): "
-            "quantized storage cannot be sliced; use the unquantized weights"
+            f"quantized storage cannot be sliced; {reason}"
         )
     with meta_parameters(), _default_dtype(options.dtype):
-        return cls.from_config(copy.deepcopy(model_config), **unused)
+        model = cls.from_config(copy.deepcopy(model_config), **unused)
+    if options.quantization is not None:
+        options.quantization.prepare(model)
+    return model
 
 
 def match(model: Any, source: Source, files: Iterable[Path]) -> tuple[dict[str, TensorEntry], KeyReport]:
