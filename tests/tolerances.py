@@ -28,3 +28,9 @@ PIXEL = 1
 
 ACCURACY = 0.95
 """Share of sampled captions that the embedded model draws right; measured 40 of 40, and 397 of 400."""
+
+QUANTIZED_RATIO = 1.2
+"""A quantized sharded model may be this many times as far from fp32 as one process is that quantizes.
+
+By the norm of the difference, averaged over six inputs. Measured 0.87 to 1.09.
+"""

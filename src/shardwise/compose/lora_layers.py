@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from peft.tuners import lora
+from peft.tuners.lora.torchao import TorchaoLoraLinear
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -183,13 +184,13 @@ def adopt(layer: nn.Module, base: nn.Module) -> None:
     Raises:
         UnsupportedOperation: it is another kind of adapter.
     """
-    ours = LocalLoraLinear if isinstance(base, LocalLayer) else SummedLoraLinear
-    if type(layer) is ours:
+    classes = _LOCAL if isinstance(base, LocalLayer) else _SUMMED
+    if type(layer) in classes.values():
         return
-    if type(layer) is not lora.Linear or not isinstance(base, nn.Linear):
+    if type(layer) not in classes or not isinstance(base, nn.Linear):
         kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
         raise _unsupported(base, f"an adapter layer of kind {kind}", "use LoRA on Linears")
-    layer.__class__ = ours
+    layer.__class__ = classes[type(layer)]
 
 
 def check_start(config: Any, place: str) -> None:
@@ -224,3 +225,16 @@ def _unsupported(base: nn.Module, what: str, fix: str) -> UnsupportedOperation:
     return UnsupportedOperation(
         f"{what} is not supported on {place}, which is sharded with tensor parallelism: {fix}"
     )
+
+
+class LocalTorchaoLoraLinear(LocalLoraLinear, TorchaoLoraLinear):  # type: ignore[misc]
+    """A `LocalLoraLinear` whose base is quantized; fusing quantizes this rank's part again."""
+
+
+class SummedTorchaoLoraLinear(SummedLoraLinear, TorchaoLoraLinear):  # type: ignore[misc]
+    """A `SummedLoraLinear` whose base is quantized."""
+
+
+_LOCAL = {lora.Linear: LocalLoraLinear, TorchaoLoraLinear: LocalTorchaoLoraLinear}
+_SUMMED = {lora.Linear: SummedLoraLinear, TorchaoLoraLinear: SummedTorchaoLoraLinear}
+"""Layers of PEFT -> what takes their place around a rank's slice, and around a Linear with a part of its gradient."""

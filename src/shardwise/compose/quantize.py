@@ -78,9 +78,9 @@ def check_borders(plan: ResolvedPlan, configs: Mapping[str, Any]) -> None:
         lines += [f"  and {len(cut) - _MAX_LINES} more"] if len(cut) > _MAX_LINES else []
         fit = gcd(*(border for _, border in cut))
         raise UnsupportedOption(
-            f"quantization_config cannot be combined with tensor parallelism of degree {plan.degree}: groups of weights "
-            f"that share a scale would lie on two ranks, in {len(cut)} layers; use groups of a divisor of {fit}, name "
-            "the layers in modules_to_not_convert, or use another degree\n" + "\n".join(lines)
+            f"quantization_config cannot be combined with tensor parallelism of degree {plan.degree}: groups of "
+            f"weights that share a scale would lie on two ranks, in {len(cut)} layers; use groups of a divisor of "
+            f"{fit}, name the layers in modules_to_not_convert, or use another degree\n" + "\n".join(lines)
         )
 
 

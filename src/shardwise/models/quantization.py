@@ -100,7 +100,8 @@ class Quantization:
         if not self._chosen(name, weight):
             return None
         self._quantizer.create_quantized_param(self._model, weight, name, weight.device, {}, [])
-        return self._model.get_parameter(name)
+        made: Tensor = self._model.get_parameter(name)
+        return made
 
     def finish(self, model: Any) -> None:
         """Leave on a model that has been read what diffusers leaves on a quantized one."""

@@ -52,6 +52,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_flashpack": ((False,), "only safetensors files are written; leave it out"),
 }
 
+_QUANTIZED = (
+    "each rank has scales of its own, which no checkpoint has room for; save it before quantizing, "
+    "and quantize it when it is loaded"
+)
+
 
 def let_save(model: nn.Module) -> None:
     """Give a sharded model of diffusers, whatever its class, the `save_pretrained` below."""
@@ -201,6 +206,8 @@ def _tensors(model: nn.Module, sharding: Sharding) -> tuple[dict[str, Tensor], d
     for path, module in model.named_modules():
         if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):
             raise _unsupported(model, f"{path} has an adapter", "unload it, or fuse it and unload it")
+    if getattr(model, "config", {}).get("quantization_config") is not None:
+        raise _unsupported(model, "its weights were quantized while it was loaded", _QUANTIZED)
     tensors = with_data(model, model.state_dict(keep_vars=True))
     plan, rank, stored = sharding.plan, sharding.group.rank, {}
     for name in plan.layouts.keys() & sharding.shapes.keys() - tensors.keys():
@@ -208,6 +215,8 @@ def _tensors(model: nn.Module, sharding: Sharding) -> tuple[dict[str, Tensor], d
     for name, tensor in tensors.items():
         shape = sharding.shapes.get(name, tuple(tensor.shape))
         local = plan.layout(name).local_shape(shape, rank, plan.degree)
+        if hasattr(tensor, "__tensor_flatten__"):
+            raise _unsupported(model, f"{name} is a {type(tensor).__name__}, quantized", _QUANTIZED)
         if type(tensor) not in (nn.Parameter, Tensor) or tensor.is_meta or tensor.dtype not in CODES:
             raise _unsupported(
                 model,

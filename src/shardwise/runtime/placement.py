@@ -26,16 +26,10 @@ class TensorPlacement:
     device: torch.device
     local_shape: tuple[int, ...]
     global_shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes held by this rank."""
-        return prod(self.local_shape) * self.dtype.itemsize
-
-    @property
-    def global_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return prod(self.global_shape) * self.dtype.itemsize
+    bytes: int
+    """Bytes held by this rank; of a quantized parameter, those of its numbers and of its scales."""
+    global_bytes: int
+    """Bytes of the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,28 @@ def placement(model: nn.Module) -> Placement:
 def _place(name: str, tensor: Tensor, layout: Layout, shape: tuple[int, ...] | None) -> TensorPlacement:
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     local = tuple(tensor.shape)
-    return TensorPlacement(name, kind, layout, tensor.dtype, tensor.device, local, shape or local)
+    whole = shape or local
+    parts = [(tuple(part.shape), part.dtype.itemsize) for part in _inner(tensor)]
+    held = sum(prod(part) * size for part, size in parts)
+    total = sum(prod(_widened(part, local, whole)) * size for part, size in parts)
+    return TensorPlacement(name, kind, layout, tensor.dtype, tensor.device, local, whole, held, total)
+
+
+def _inner(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor consists of: itself, or the numbers and scales of a quantized one."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _inner(getattr(tensor, name))
+
+
+def _widened(inner: tuple[int, ...], local: tuple[int, ...], whole: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a part of a tensor that is `local` here, as it is in the `whole` one."""
+    if len(inner) != len(local):
+        return (prod(inner) * prod(whole) // max(1, prod(local)),)
+    return tuple(n if n == 1 else n * w // max(1, m) for n, m, w in zip(inner, local, whole, strict=True))
 
 
 def _row(t: TensorPlacement) -> dict[str, Any]:

@@ -26,7 +26,6 @@ REFUSED = {
     "save_lora_adapter": "each rank holds its part of the adapter; save it from a model that is not sharded",
     "_load_ip_adapter_weights": "its keys and values are whole, and each rank holds some of the heads; "
     "load the IP adapter before sharding, into the model in memory, and shard it with enable_parallelism",
-    "enable_layerwise_casting": "load the model in the dtype you need",
     "fuse_qkv_projections": "the fused weight would not be covered by the plan",
 }
 """Methods of diffusers' and transformers' models -> why they are refused on a sharded one, and what to do instead."""
@@ -72,7 +71,10 @@ def check_state(model: nn.Module) -> None:
             "or by enable_parallelism"
         )
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise UnsupportedState(f"{name} is quantized: shard the unquantized model")
+        raise UnsupportedState(
+            f"{name} is quantized: what was quantized as a whole is not cut; load it with from_pretrained("
+            "parallel_config=..., quantization_config=TorchAoConfig(...)), or shard it first and quantize it then"
+        )
     if getattr(model, "hf_device_map", None) is not None:
         raise UnsupportedState(f"{name} was placed by a device_map: load it without one to shard it")
     for path, module in model.named_modules():
@@ -109,5 +111,5 @@ def _obstacle(module: nn.Module) -> str | None:
     if hasattr(module, "_hf_hook") or "group_offloading" in hooks:
         return "is offloaded: shard the model first, and offload each rank's slices then"
     if "layerwise_casting" in hooks:
-        return "has layerwise casting enabled: shard the model without it"
+        return "has layerwise casting enabled: shard the model first, and enable it then"
     return None

@@ -1,0 +1,111 @@
+"""Quantized tiny models: each kind of quantization by torchao, and how far a sharded model is from fp32 by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import TorchAoConfig
+from torch import Tensor, nn
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+)
+
+from shardwise import TensorParallelConfig
+from shardwise.runtime.modules import LocalLayer
+from tests.helpers import family, outputs, tiny_inputs
+
+FAMILIES = [
+    "FluxTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "QwenImageTransformer2DModel",
+    "MiniMaxH3Transformer3DModel",
+    "WanTransformer3DModel",
+    "SD3Transformer2DModel",
+]
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "int8 weights": lambda: Int8WeightOnlyConfig(set_inductor_config=False),
+    "int8 weights and activations": lambda: Int8DynamicActivationInt8WeightConfig(set_inductor_config=False),
+    "fp8 weights": lambda: Float8WeightOnlyConfig(set_inductor_config=False),
+    "int4 weights": lambda: IntxWeightOnlyConfig(torch.int4),
+    "int4 weights in groups of 4": lambda: IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP)),
+}
+"""What can be computed on a CPU. The option of torchao's that is off would change how all of torch multiplies."""
+
+INT8, IN_GROUPS, GROUP = "int8 weights", "int4 weights in groups of 4", 4
+INPUTS = 6
+
+
+def load(
+    name: str, folder: Path, kind: str | None = None, sharded: bool = False, leave_out: Any = None
+) -> Any:
+    """Load a tiny model that is on disk, quantized or not, whole or sharded on all ranks."""
+    options: dict[str, Any] = {}
+    if kind is not None:
+        options |= {"quantization_config": TorchAoConfig(KINDS[kind](), leave_out), "dtype": torch.float32}
+    if sharded:
+        options["parallel_config"] = TensorParallelConfig(dist.get_world_size(), check=False)
+    return getattr(family(name), name).from_pretrained(folder, **options)
+
+
+def distance(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the norm of the difference, over that of what is expected: a mean over elements, little left to chance."""
+    return max(
+        ((a.double() - e.double()).norm() / e.double().norm()).item()
+        for a, e in zip(actual, expected, strict=True)
+    )
+
+
+def mean_distance(name: str, model: nn.Module, exact: nn.Module) -> float:
+    """Return the mean distance of a model's outputs to exact ones, over six random inputs."""
+    inputs = [tiny_inputs(name, seed) for seed in range(INPUTS)]
+    return sum(distance(outputs(model, i), outputs(exact, i)) for i in inputs) / INPUTS
+
+
+def pair(name: str, folder: Path, kind: str) -> tuple[Any, Any]:
+    """Return a quantized model, sharded and whole; but for layers whose slices are no whole groups, if it has groups."""
+    leave_out = unfit(load(name, folder, sharded=True)) if kind == IN_GROUPS else None
+    return load(name, folder, kind, True, leave_out), load(name, folder, kind, False, leave_out)
+
+
+def unfit(sharded: nn.Module) -> list[str]:
+    """Return the Linears of a sharded model of which a group of inputs would be cut, or whose width is odd."""
+    found = []
+    for path, module in sharded.named_modules():
+        if isinstance(module, nn.Linear):
+            along = isinstance(module, LocalLayer) and module.tp_shard.dim == 1
+            borders = (
+                [n for s in module.tp_spans for n in (s.start, s.length)] if along else [module.in_features]
+            )
+            found += [path] if any(border % GROUP for border in borders) else []
+    return found
+
+
+def errors(name: str, folder: Path, kind: str) -> tuple[float, float]:
+    """Return the distances to fp32 of a sharded quantized model, and of one process that quantizes; on each rank."""
+    exact, (sharded, whole) = load(name, folder), pair(name, folder, kind)
+    return mean_distance(name, sharded, exact), mean_distance(name, whole, exact)
+
+
+def parts(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the plain tensors of which a quantized one consists: its numbers, and its scales."""
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {name: getattr(tensor, name) for name in names}
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal to the last bit, quantized or not."""
+    if type(a) is not type(b):
+        return False
+    if not hasattr(a, "__tensor_flatten__"):
+        return torch.equal(a, b)
+    first, second = parts(a), parts(b)
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
