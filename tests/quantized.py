@@ -16,6 +16,7 @@ from torchao.quantization import (
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     PerGroup,
+    quantize_,
 )
 
 from shardwise import TensorParallelConfig
@@ -71,7 +72,7 @@ def mean_distance(name: str, model: nn.Module, exact: nn.Module) -> float:
 
 
 def pair(name: str, folder: Path, kind: str) -> tuple[Any, Any]:
-    """Return a quantized model, sharded and whole; but for layers whose slices are no whole groups, if it has groups."""
+    """Return a quantized model, sharded and whole; without the layers that would cut a group, if it has groups."""
     leave_out = unfit(load(name, folder, sharded=True)) if kind == IN_GROUPS else None
     return load(name, folder, kind, True, leave_out), load(name, folder, kind, False, leave_out)
 
@@ -87,6 +88,21 @@ def unfit(sharded: nn.Module) -> list[str]:
             )
             found += [path] if any(border % GROUP for border in borders) else []
     return found
+
+
+def quantize_as(model: nn.Module, loaded: nn.Module, kind: str) -> int:
+    """Call `quantize_` for the Linears that are quantized in another model, and return their number.
+
+    Diffusers leaves out what a class keeps in fp32; torchao knows nothing of that.
+    """
+    chosen = {p for p, m in loaded.named_modules() if isinstance(m, nn.Linear) and is_quantized(m.weight)}
+    quantize_(model, KINDS[kind](), lambda module, path: path in chosen)
+    return len(chosen)
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Return whether a tensor consists of others."""
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def errors(name: str, folder: Path, kind: str) -> tuple[float, float]:
@@ -105,7 +121,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal to the last bit, quantized or not."""
     if type(a) is not type(b):
         return False
-    if not hasattr(a, "__tensor_flatten__"):
+    if not is_quantized(a):
         return torch.equal(a, b)
     first, second = parts(a), parts(b)
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)

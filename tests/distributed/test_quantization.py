@@ -35,9 +35,22 @@ from shardwise.plan.layout import Shard
 from shardwise.runtime.shard import local_slice, sharding_of
 from tests import tolerances
 from tests.distributed.test_load_promises import MIB, _peak
-from tests.helpers import outputs, randomize, relative_error, save_tiny, tiny_inputs, tiny_model
+from tests.helpers import outputs, randomize, save_tiny, tiny_inputs
 from tests.pool import Pool
-from tests.quantized import FAMILIES, IN_GROUPS, INT8, KINDS, distance, equal, errors, load, pair, parts
+from tests.quantized import (
+    FAMILIES,
+    IN_GROUPS,
+    INT8,
+    KINDS,
+    distance,
+    equal,
+    errors,
+    is_quantized,
+    load,
+    pair,
+    parts,
+    quantize_as,
+)
 from tests.small_models import Glu, Mlp, Modulation, Parallel, Transformer, small_input
 
 FLUX, FLUX2 = FAMILIES[:2]
@@ -116,7 +129,7 @@ def _bits(name: str, folder: Path, kind: str) -> dict[str, list[bool]]:
     weights = dict(whole.named_parameters())
     for path, weight in sharded.named_parameters():
         layout = plan.layout(path)
-        if not hasattr(weight, "__tensor_flatten__"):
+        if not is_quantized(weight):
             continue
         if not isinstance(layout, Shard):
             found["whole"].append(equal(weight, weights[path]))
@@ -167,30 +180,24 @@ def test_groups_on_a_rank_are_those_of_one_process(
         assert all(found["rows"])
 
 
-def _by_hand(name: str, folder: Path) -> tuple[bool, bool, float, float]:
-    """Call torchao's `quantize_` on a sharded model, and on one process."""
-    read = load(name, folder, INT8, sharded=True)
-    made, whole = load(name, folder, None, sharded=True), load(name, folder, None)
-    exact = copy.deepcopy(whole)
-    for model in (made, whole):
-        quantize_(model, KINDS[INT8]())
+def _by_hand(name: str, folder: Path) -> tuple[bool, bool, int]:
+    """Call torchao's `quantize_` on a sharded model; compare its weights and outputs with those of one loaded so."""
+    read, made = load(name, folder, INT8, sharded=True), load(name, folder, sharded=True)
+    count = quantize_as(made, read, INT8)
     same = all(equal(p, q) for p, q in zip(read.parameters(), made.parameters(), strict=True))
     inputs = tiny_inputs(name)
     alike = [torch.equal(a, b) for a, b in zip(outputs(read, inputs), outputs(made, inputs), strict=True)]
-    linears = [m for m in made.modules() if isinstance(m, nn.Linear)]
-    share = sum(hasattr(m.weight, "__tensor_flatten__") for m in linears) / len(linears)
-    return same, all(alike), share, relative_error(outputs(made, inputs), outputs(exact, inputs))
+    return same, all(alike), count
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_quantize_on_a_sharded_model_gives_what_loading_gives(
     ranks: Pool, folders: Callable[[str], Path], name: str
 ) -> None:
-    for same, alike, share, error in ranks.run(_by_hand, name, folders(name)):
+    for same, alike, count in ranks.run(_by_hand, name, folders(name)):
         assert same
         assert alike
-        assert share == 1
-        assert error > tolerances.MISTAKE  # or nothing was quantized
+        assert count > 10
 
 
 SMALL = (Mlp, Glu, Modulation, Parallel, Transformer)
@@ -208,7 +215,7 @@ def _filtered(cls: type[Any]) -> tuple[float, float, int]:
             quantize_(model, KINDS[INT8](), partial(_is_planned_linear, planned))
             inputs = small_input(cls, seed)
             distances[i] += distance(outputs(model, inputs), outputs(exact, inputs))
-        count = sum(hasattr(p, "__tensor_flatten__") for p in sharded.parameters())
+        count = sum(is_quantized(p) for p in sharded.parameters())
     return *distances, count
 
 
@@ -379,8 +386,8 @@ def _bytes_held(name: str, folder: Path) -> tuple[int, int, int, int]:
     sharded, whole = load(name, folder, INT8, sharded=True), load(name, folder, INT8)
     counted = 0
     for parameter in sharded.parameters():
-        plain = hasattr(parameter, "__tensor_flatten__")
-        counted += sum(part.nbytes for part in (parts(parameter).values() if plain else [parameter]))
+        held = parts(parameter).values() if is_quantized(parameter) else [parameter]
+        counted += sum(part.nbytes for part in held)
     report = placement(sharded)
     return report.weight_bytes, counted, report.weight_bytes_one_process, placement(whole).weight_bytes
 
@@ -501,7 +508,7 @@ def test_quantized_model_is_not_sharded(
 
 def _save(name: str, folder: Path, target: Path, sharded: bool) -> list[str]:
     """Save a model that was loaded quantized, one that was quantized then, and one that is so no more."""
-    loaded, made = load(name, folder, INT8, sharded=True), load(name, folder, None, sharded=True)
+    loaded, made = load(name, folder, INT8, sharded=True), load(name, folder, sharded=True)
     quantize_(made, KINDS[INT8]())
     texts = [message(model.save_pretrained, target, sharded=sharded) for model in (loaded, made)]
     loaded.dequantize()
@@ -523,10 +530,10 @@ def test_quantized_model_is_not_saved_and_nothing_is_written(
 
 def _save_before(name: str, folder: Path, target: Path) -> bool:
     """Save, quantize what was saved when it is loaded, and compare with what quantizing here gives."""
-    model = load(name, folder, None, sharded=True)
+    model = load(name, folder, sharded=True)
     model.save_pretrained(target)
-    quantize_(model, KINDS[INT8]())
     again = load(name, target, INT8, sharded=True)
+    quantize_as(model, again, INT8)
     return all(equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
@@ -535,27 +542,3 @@ def test_model_that_was_saved_before_quantizing_is_the_same_when_loaded(
     ranks: Pool, folders: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     assert all(ranks.run(_save_before, name, folders(name), tmp_path / "saved"))
-
-
-# --- layerwise casting -----------------------------------------------------------------------------------------------
-
-
-def cast_error(name: str, stored: torch.dtype = torch.float8_e4m3fn) -> tuple[float, float, bool]:
-    """Return the error of a cast sharded model to a cast whole one, and of that to one that is not cast."""
-    exact = tiny_model(name)
-    whole, sharded = copy.deepcopy(exact), copy.deepcopy(exact)
-    enable_parallelism(sharded, config=TensorParallelConfig(dist.get_world_size(), check=False))
-    for model in (whole, sharded):
-        model.enable_layerwise_casting(storage_dtype=stored, compute_dtype=torch.float32)
-    inputs = tiny_inputs(name)
-    error = relative_error(outputs(sharded, inputs), outputs(whole, inputs))
-    share = relative_error(outputs(whole, inputs), outputs(exact, inputs))
-    return error, share, any(p.dtype == stored for p in sharded.parameters())
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_layerwise_casting_equals_one_process(ranks: Pool, name: str) -> None:
-    for error, share, stored in ranks.run(cast_error, name):
-        assert error < tolerances.FP32
-        assert share > tolerances.MISTAKE  # weights in 8 bits are other weights: the casts took place
-        assert stored

@@ -226,7 +226,6 @@ def _after(stock: bool) -> dict[str, str]:
         "push_to_hub": lambda: model.push_to_hub("someone/tiny"),
         "save_lora_adapter": lambda: model.save_lora_adapter("/no/such/folder"),
         "enable_parallelism": lambda: enable_parallelism(model, config=world()),
-        "enable_layerwise_casting": lambda: _layerwise_casting(model),
         "fuse_qkv_projections": lambda: model.fuse_qkv_projections(),
     }
     messages = {}
