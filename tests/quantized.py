@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationIntxWeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
+    PerAxis,
     PerGroup,
+    PerTensor,
     quantize_,
 )
 
@@ -41,6 +44,20 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 """What can be computed on a CPU. The option of torchao's that is off would change how all of torch multiplies."""
 
+FURTHER_KINDS: dict[str, Callable[[], Any]] = {
+    "int8 weights, one scale": lambda: Int8WeightOnlyConfig(
+        granularity=PerTensor(), set_inductor_config=False
+    ),
+    "int8 weights and activations, one scale": lambda: Int8DynamicActivationInt8WeightConfig(
+        granularity=PerTensor(), set_inductor_config=False
+    ),
+    "fp8 weights, one scale": lambda: Float8WeightOnlyConfig(
+        granularity=PerTensor(), set_inductor_config=False
+    ),
+    "int4 weights, int8 activations": lambda: Int8DynamicActivationIntxWeightConfig(torch.int4, PerAxis(0)),
+}
+"""Kinds that are accepted as well, and tried on one class."""
+
 INT8, IN_GROUPS, GROUP = "int8 weights", "int4 weights in groups of 4", 4
 INPUTS = 6
 
@@ -51,7 +68,10 @@ def load(
     """Load a tiny model that is on disk, quantized or not, whole or sharded on all ranks."""
     options: dict[str, Any] = {}
     if kind is not None:
-        options |= {"quantization_config": TorchAoConfig(KINDS[kind](), leave_out), "dtype": torch.float32}
+        options |= {
+            "quantization_config": TorchAoConfig((KINDS | FURTHER_KINDS)[kind](), leave_out),
+            "dtype": torch.float32,
+        }
     if sharded:
         options["parallel_config"] = TensorParallelConfig(dist.get_world_size(), check=False)
     return getattr(family(name), name).from_pretrained(folder, **options)

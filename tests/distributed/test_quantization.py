@@ -39,6 +39,7 @@ from tests.helpers import outputs, randomize, save_tiny, tiny_inputs
 from tests.pool import Pool
 from tests.quantized import (
     FAMILIES,
+    FURTHER_KINDS,
     IN_GROUPS,
     INT8,
     KINDS,
@@ -113,6 +114,15 @@ def test_quantized_model_is_as_exact_as_one_process(
             assert whole > tolerances.MISTAKE, kind  # it is quantized
         # The negative control: a comparison that let a coarser kind pass would see nothing.
         assert result[IN_GROUPS][0] > tolerances.QUANTIZED_RATIO * result[INT8][1]
+
+
+@pytest.mark.parametrize("kind", FURTHER_KINDS)
+def test_further_kinds_are_as_exact_as_one_process(
+    two_ranks: Pool, folders: Callable[[str], Path], kind: str
+) -> None:
+    for sharded, whole in two_ranks.run(errors, FLUX, folders(FLUX), kind):
+        assert sharded < tolerances.QUANTIZED_RATIO * whole
+        assert whole > tolerances.MISTAKE
 
 
 # --- the same bits ---------------------------------------------------------------------------------------------------
