@@ -1,0 +1,1 @@
+"""docs/combine.md: what goes together with a sharded model, measured."""
