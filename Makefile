@@ -16,11 +16,16 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
 	touch $@
 
+# torchao is for the tests alone: where it is installed, each import of diffusers takes seconds longer, and says so.
+$(VENV)/.ready-to-test: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,quantize]'
+	touch $@
+
 demo: setup
 	$(BIN)/shardwise demo --tp $(TP) --out $(OUT)
 
 # Both halves at once: the tests on several ranks wait for each other more than they compute.
-test: setup
+test: $(VENV)/.ready-to-test
 	@log=$$(mktemp); \
 	$(BIN)/python -m pytest tests/unit > $$log 2>&1 & unit=$$!; \
 	$(BIN)/python -m pytest tests/distributed; distributed=$$?; \

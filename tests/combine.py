@@ -126,14 +126,17 @@ def compiled_with_int8(name: str, folder: Path) -> Error:
     return Error(mean_distance(name, sharded, exact), mean_distance(name, whole, exact))
 
 
-def _compile(model: Any) -> None:
+def _compile(model: Any) -> Any:
     torch._dynamo.reset()
-    model.compile(fullgraph=True, backend="eager")
+    return model.compile(fullgraph=True, backend="eager")
 
 
-def _compile_blocks(model: Any) -> None:
+def _compile_blocks(model: Any) -> Any:
+    """Compile each kind of block; all at once where diffusers does not say which blocks are alike (SD3)."""
+    if not model._repeated_blocks:
+        return _compile(model)
     torch._dynamo.reset()
-    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    return model.compile_repeated_blocks(fullgraph=True, backend="eager")
 
 
 def lora_on_int8(name: str, folder: Path) -> Error:

@@ -61,7 +61,8 @@ LINEARS = [cls for cls in SMALL if cls is not Convolutions]
 
 @pytest.mark.parametrize(
     ("cls", "make"),
-    [(cls, _as_it_is) for cls in SMALL] + [(cls, make) for cls in LINEARS for make in (_with_lora, _with_int8)],
+    [(cls, _as_it_is) for cls in SMALL]
+    + [(cls, make) for cls in LINEARS for make in (_with_lora, _with_int8)],
 )
 def test_each_style_compiles_to_one_graph(
     two_ranks: Pool, cls: type[Any], make: Callable[[nn.Module], nn.Module]

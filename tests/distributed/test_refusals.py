@@ -25,6 +25,7 @@ from shardwise.errors import (
     UnsupportedOption,
     UnsupportedState,
 )
+from shardwise.models import FluxTransformer2DModel
 from shardwise.runtime.shard import sharding_of
 from tests import tolerances
 from tests.helpers import family, outputs, randomize, relative_error, tiny_model
@@ -81,6 +82,15 @@ def test_E1_refused_option_raises_before_any_file_is_opened(option: dict[str, An
         pytest.raises(UnsupportedOption, match=next(iter(option))),
     ):
         Mlp.from_pretrained("/no/such/folder", parallel_config=TensorParallelConfig(tp_degree=2), **option)
+
+
+def test_E1_file_of_an_original_format_is_not_loaded_whole_in_silence() -> None:
+    with pytest.raises(
+        UnsupportedOption, match="from_single_file cannot load FluxTransformer2DModel sharded"
+    ):
+        FluxTransformer2DModel.from_single_file(
+            "/no/such/file.safetensors", parallel_config=TensorParallelConfig(tp_degree=2)
+        )
 
 
 def _option(option: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ def test_block_of_a_configuration_is_what_shares_a_scale(config: Any, block: tup
 
 def test_configuration_that_is_not_known_is_refused() -> None:
     config = Int8StaticActivationInt8WeightConfig(torch.tensor(1.0), granularity=PerTensor())
-    with pytest.raises(UnsupportedOption, match="Int8StaticActivationInt8WeightConfig.*has not been proved"):
+    with pytest.raises(UnsupportedOption, match=r"Int8StaticActivationInt8WeightConfig.*has not been proved"):
         block_of(config)
 
 

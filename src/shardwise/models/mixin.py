@@ -73,6 +73,22 @@ class TensorParallelMixin:
             return cls.from_pretrained(pretrained_model_name_or_path, **kwargs)
         return load_sharded(cls, pretrained_model_name_or_path, config, kwargs)
 
+    @classmethod
+    def from_single_file(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model whole from a file of an original format, as diffusers does.
+
+        Raises:
+            UnsupportedOption: `parallel_config`, which diffusers would pass over in silence.
+        """
+        if kwargs.pop("parallel_config", None) is not None:
+            raise UnsupportedOption(
+                f"from_single_file cannot load {cls.__name__} sharded, because the names and blocks of an original "
+                "format are converted as a whole: load it, save it with save_pretrained, and load that folder with "
+                "from_pretrained(parallel_config=...); or shard it in memory with enable_parallelism"
+            )
+        loader: Any = super()
+        return loader.from_single_file(*args, **kwargs)
+
     @wraps(ModelMixin.save_pretrained, assigned=())
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model; a sharded one is saved by all ranks together, see `shardwise.models.saving.save_sharded`.
