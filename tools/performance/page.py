@@ -35,9 +35,9 @@ measuring process are changed ([diffusers_tp.py](../src/shardwise/bench/diffuser
 
 - *CPU*: of all ranks together. *Beside the shard*: the most memory of a rank, mapped files included, beyond the slices
   that it keeps; *staging* is the part of it that is not mapped from files, seen every 4 ms.
-- *Requested*: bytes that a rank asks of files, by reads or by copies of short rows. What diffusers takes from mapped
-  files nobody counts, so its figure is near zero. On a CPU its slices along dim 0 stay views of the mapped file, and
-  are read when they are first used: the row *diffusers* is without that, *into ready memory* with it.
+- *Requested*: bytes that a rank asks of files. Mapped files are not asked for, so diffusers' is near zero. On a CPU its
+  slices along dim 0 stay views of the mapped file, and are read when they are first used: the row *diffusers* is
+  without that, *into ready memory* with it.
 - *As many bytes*: each rank reads as many bytes as it keeps, one after another, and does nothing else. A load that
   holds its slices when it is done, and copies each byte once, cannot take less.
 - *Cold*: the files were dropped from memory. *Storage*: bytes that the ranks together took from it then.

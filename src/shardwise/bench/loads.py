@@ -164,15 +164,9 @@ def _measured(watch: Watch, load: Callable[[], Any]) -> tuple[dict[str, Any], nn
         "before_files": before["RssFile"],
         "highest": after["VmHWM"] - before["VmRSS"],
         "left_files": after["RssFile"] - before["RssFile"],
-        "requested": now["rchar"] - requested["rchar"] + _gathered(model),
+        "requested": now["rchar"] - requested["rchar"],
         "from_storage": now["read_bytes"] - requested["read_bytes"],
     }, model
-
-
-def _gathered(model: Any) -> int:
-    """Return the bytes that a load asked for by another call than the reads that the system counts."""
-    report = getattr(model, "load_report", None)
-    return report.gathered_bytes if report is not None else 0
 
 
 def _phases(model: Any) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Reads what a plan says: positional reads, straight into the tensors where nothing is converted.
 
-Never touches a mapped file (one that shrinks kills the process; a short read is an exception) and never
+Never maps a file (a mapped file that shrinks kills the process; a short read is an exception) and never
 holds more of a tensor than this rank's slice. Where the dtype or the device differ, the bytes pass through
 a small stage. Calls no collective: ranks read at their own speed.
 """
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.ahead import ReadAhead, is_cold, window_for
-from shardwise.checkpoint.gather import gather, pays
 from shardwise.checkpoint.read_plan import Read, ReadPlan, Wanted, needed_ranges, plan_reads
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.staging import Copy, Stage, stage_for
@@ -88,7 +87,7 @@ class SliceReader:
         with ExitStack() as stack:
             ahead = self._read_ahead(plan, wanted)
             queue = _Queue(plan, self.progress, stack.enter_context(ahead).reached if ahead else None)
-            lanes = [_Lane(tensors, wanted, self.device, self.stamps, ahead is None) for _ in range(threads)]
+            lanes = [_Lane(tensors, wanted, self.device, self.stamps) for _ in range(threads)]
             _run(lanes, queue)
         return tensors, LoadReport(
             bytes_read=plan.nbytes,
@@ -99,7 +98,6 @@ class SliceReader:
             threads=threads,
             staging_bytes=sum(lane.staging_bytes for lane in lanes),
             cold=ahead is not None,
-            gathered_bytes=sum(lane.gathered_bytes for lane in lanes),
         )
 
     def _share_of_the_cores(self) -> int:
@@ -154,18 +152,13 @@ class _Queue:
 class OpenFiles:
     """The files that one thread has open: the system reads ahead by descriptor, and for one stream on each.
 
-    Args:
-        stamps: What the files have to be.
-        in_memory: Whether the system has them in memory, so that short rows can be gathered.
-
     Raises:
         CheckpointError: at the end, if a file was written to in the meantime.
     """
 
-    def __init__(self, stamps: Mapping[Path, Stamp], in_memory: bool = False) -> None:
-        self._stamps, self._in_memory = dict(stamps), in_memory
+    def __init__(self, stamps: Mapping[Path, Stamp]) -> None:
+        self._stamps = dict(stamps)
         self._descriptors: dict[Path, int] = {}
-        self.gathered_bytes = 0
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -198,12 +191,6 @@ class OpenFiles:
         Raises:
             CheckpointError: a file cannot be read, or ends early.
         """
-        if self._in_memory and pays(read) and gather(self.open(read.file), read, target):
-            self.gathered_bytes += read.nbytes
-        else:
-            self._read_runs(read, target)
-
-    def _read_runs(self, read: Read, target: memoryview) -> None:
         descriptor, preadv, position, base = self.open(read.file), os.preadv, 0, read.offset
         try:
             # The system call of a short row takes less than a microsecond: a generator of runs would add a third to
@@ -248,20 +235,15 @@ class _Lane:
         wanted: Mapping[str, Wanted],
         device: torch.device,
         stamps: Mapping[Path, Stamp],
-        in_memory: bool,
     ) -> None:
         self._tensors, self._wanted, self._device = tensors, wanted, device
-        self._files = OpenFiles(stamps, in_memory)
+        self._files = OpenFiles(stamps)
         self._stage: Stage | None = None
         self.read_seconds = self.convert_seconds = 0.0
 
     @property
     def staging_bytes(self) -> int:
         return self._stage.nbytes if self._stage is not None else 0
-
-    @property
-    def gathered_bytes(self) -> int:
-        return self._files.gathered_bytes
 
     @torch.no_grad()
     def run(self, queue: _Queue) -> None:

@@ -25,8 +25,6 @@ class LoadReport:
     """Bytes of the buffers through which casts and copies to a device go; 0 where files are read into the tensors."""
     cold: bool = False
     """Whether some of it was not in the system's cache, or could not be known to be."""
-    gathered_bytes: int = 0
-    """Those of `bytes_read` that were copied out of mapped windows, short rows in memory, and not read by calls."""
 
     @property
     def gb_per_s(self) -> float:
