@@ -7,11 +7,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 START_SECONDS = 120
 CALL_SECONDS = 240
@@ -115,3 +117,12 @@ def _serve(rank: int, size: int, store: Path, connection: Connection) -> None:
             connection.send(("value", function(*args, **kwargs)))
         except BaseException:
             connection.send(("error", traceback.format_exc()))
+
+
+def at_two_ranks_and_once_at_four(names: Sequence[str], four: str) -> pytest.MarkDecorator:
+    """Parametrize a test by `ranks` and `name`: all on two ranks, one on four too.
+
+    For what costs much and is bounded at four ranks by other tests (those of docs/combine.md) for every class.
+    """
+    cases = [*((2, name) for name in names), (4, four)]
+    return pytest.mark.parametrize(("ranks", "name"), cases, indirect=["ranks"])

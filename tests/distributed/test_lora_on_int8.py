@@ -17,7 +17,7 @@ from tests import quantized, tolerances
 from tests.distributed.test_lora import error_of, sums
 from tests.helpers import outputs, relative_error, save_tiny, tiny_inputs
 from tests.lora import adapter
-from tests.pool import Pool
+from tests.pool import Pool, at_two_ranks_and_once_at_four
 from tests.quantized import FAMILIES, INT8, KINDS
 
 
@@ -59,7 +59,7 @@ def _on_int8(name: str, folder: Path) -> dict[str, Any]:
     return {**result, "unloaded": all(torch.equal(a, b) for a, b in again)}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@at_two_ranks_and_once_at_four(FAMILIES, FAMILIES[1])
 def test_adapter_and_int8_are_as_exact_as_in_one_process(ranks: Pool, tmp_path: Path, name: str) -> None:
     save_tiny(name, tmp_path)
     for result in ranks.run(lora_errors, name, tmp_path):

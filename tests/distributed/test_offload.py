@@ -37,7 +37,7 @@ from tests.helpers import (
 )
 from tests.lora import adapter
 from tests.offload import CPU, WAYS, Encoder, Holder, Host, away_on, share_away
-from tests.pool import Pool
+from tests.pool import Pool, at_two_ranks_and_once_at_four
 
 DIRECT = "accelerate.cpu_offload"
 LAYERS, LEAVES = "enable_sequential_cpu_offload", "model.enable_group_offload"
@@ -99,7 +99,7 @@ def measure(name: str) -> dict[str, dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@at_two_ranks_and_once_at_four(FAMILIES, FLUX2)
 def test_offloaded_model_equals_itself_to_the_last_bit_with_the_same_sums(ranks: Pool, name: str) -> None:
     for results in ranks.run(measure, name):
         check(results)
@@ -119,7 +119,7 @@ def measure_adapted_first(name: str, ways: Any = PAIRED) -> dict[str, dict[str, 
     return results
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@at_two_ranks_and_once_at_four(FAMILIES, FLUX2)
 def test_model_with_an_adapter_is_offloaded_with_it(ranks: Pool, name: str) -> None:
     for results in ranks.run(measure_adapted_first, name):
         check(results, PAIRED)
@@ -150,7 +150,7 @@ def measure_adapted_later(name: str, ways: Any = PAIRED) -> dict[str, dict[str, 
     return results
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@at_two_ranks_and_once_at_four(FAMILIES, FLUX2)
 def test_offloaded_model_gets_an_adapter_and_loses_it(ranks: Pool, name: str) -> None:
     for results in ranks.run(measure_adapted_later, name):
         check(results, PAIRED)

@@ -36,7 +36,7 @@ from shardwise.runtime.shard import local_slice, sharding_of
 from tests import tolerances
 from tests.distributed.test_load_promises import MIB, _peak
 from tests.helpers import outputs, randomize, save_tiny, tiny_inputs
-from tests.pool import Pool
+from tests.pool import Pool, at_two_ranks_and_once_at_four
 from tests.quantized import (
     FAMILIES,
     FURTHER_KINDS,
@@ -104,7 +104,7 @@ def _errors(name: str, folder: Path) -> dict[str, tuple[float, float]]:
     return {kind: errors(name, folder, kind) for kind in KINDS}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@at_two_ranks_and_once_at_four(FAMILIES, FLUX2)
 def test_quantized_model_is_as_exact_as_one_process(
     ranks: Pool, folders: Callable[[str], Path], name: str
 ) -> None:
@@ -180,7 +180,7 @@ def test_rows_on_a_rank_are_quantized_as_in_one_process(
         assert not any(found["inputs"])  # scales of their own
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@at_two_ranks_and_once_at_four(FAMILIES, FLUX2)
 def test_groups_on_a_rank_are_those_of_one_process(
     ranks: Pool, folders: Callable[[str], Path], name: str
 ) -> None:
@@ -200,7 +200,7 @@ def _by_hand(name: str, folder: Path) -> tuple[bool, bool, int]:
     return same, all(alike), count
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@at_two_ranks_and_once_at_four(FAMILIES, FLUX2)
 def test_quantize_on_a_sharded_model_gives_what_loading_gives(
     ranks: Pool, folders: Callable[[str], Path], name: str
 ) -> None:
@@ -526,7 +526,7 @@ def _save(name: str, folder: Path, target: Path, sharded: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [FLUX, FLUX2])
 def test_quantized_model_is_not_saved_and_nothing_is_written(
     ranks: Pool, folders: Callable[[str], Path], tmp_path: Path, name: str, sharded: bool
 ) -> None:
@@ -547,7 +547,7 @@ def _save_before(name: str, folder: Path, target: Path) -> bool:
     return all(equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@at_two_ranks_and_once_at_four(FAMILIES, FLUX2)
 def test_model_that_was_saved_before_quantizing_is_the_same_when_loaded(
     ranks: Pool, folders: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:

@@ -30,7 +30,7 @@ from tests.distributed.test_lora import pair
 from tests.distributed.test_lora_paths import give, parts
 from tests.helpers import call, randomize, relative_error, tiny_inputs
 from tests.lora import config
-from tests.pool import Pool
+from tests.pool import Pool, at_two_ranks_and_once_at_four
 from tests.small_models import Transformer, small_input
 
 FLUX2 = "Flux2Transformer2DModel"
@@ -84,7 +84,7 @@ def checkpointed(name: str, reentrant: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["as_diffusers_does", "reentrant"])
-@pytest.mark.parametrize("name", TRAINED)
+@at_two_ranks_and_once_at_four(TRAINED, FLUX2)
 def test_gradients_with_checkpointing_equal_one_process_and_sums_come_in_one_order(
     ranks: Pool, name: str, reentrant: bool
 ) -> None:

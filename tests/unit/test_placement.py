@@ -13,10 +13,11 @@ from shardwise.plan.layout import Replicated, Shard
 from shardwise.plan.resolve import resolve
 from shardwise.plan.styles import PackedColwiseParallel
 from shardwise.runtime.group import CountingGroup
-from shardwise.runtime.placement import Placement
+from shardwise.runtime.placement import Placement, TensorPlacement, _place
 from shardwise.runtime.shard import assign, global_shapes, local_slice, localize, named_tensors
 
 PLAN = {"up": PackedColwiseParallel([1, 3]), "down": "rowwise"}
+CPU = torch.device("cpu")
 UP, DOWN, NORM = 8 * 4 + 8, 4 * 8 + 4, 2 * 4
 """Numbers in the parameters of each module of `Model`."""
 
@@ -134,6 +135,11 @@ def test_tensor_of_a_sharded_model_has_its_layout_and_both_shapes(
 ) -> None:
     found = row(placement(sharded()), name)
     assert (found.layout, found.local_shape, found.global_shape) == (layout, local, whole)
+
+
+def test_whole_tensor_of_which_a_rank_has_one_row_is_counted_whole() -> None:
+    one = TensorPlacement("x", "parameter", Shard(0, (4,)), torch.float32, CPU, (1, 6), (4, 6), 24, 96)
+    assert _place("x", nn.Parameter(torch.zeros(1, 6)), one.layout, (4, 6)) == one
 
 
 def test_sharded_part_of_an_ordinary_model_is_reported_under_its_path() -> None:

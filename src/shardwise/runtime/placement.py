@@ -153,7 +153,8 @@ def _widened(inner: tuple[int, ...], local: tuple[int, ...], whole: tuple[int, .
     """Return the shape of a part of a tensor that is `local` here, as it is in the `whole` one."""
     if len(inner) != len(local):
         return (prod(inner) * prod(whole) // max(1, prod(local)),)
-    return tuple(n if n == 1 else n * w // max(1, m) for n, m, w in zip(inner, local, whole, strict=True))
+    sizes = zip(inner, local, whole, strict=True)
+    return tuple(w if n == m else n if n == 1 else n * w // max(1, m) for n, m, w in sizes)
 
 
 def _row(t: TensorPlacement) -> dict[str, Any]:
