@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from shardwise.errors import ShardwiseError
 from tests import quantized
-from tests.distributed.test_lora import FAMILIES as FAMILIES
 from tests.distributed.test_lora import sharded_copy
 from tests.helpers import outputs, plainly, relative_error, save_tiny, tensors_of, tiny_inputs, tiny_model
 from tests.lora import adapter
-from tests.offload import WAYS, Host, away_on
+from tests.offload import WAYS, Host, away_on, share_away
+from tests.quantized import FAMILIES as FAMILIES
 from tests.quantized import INT8, load, mean_distance
 
 OFFLOADED = ("enable_sequential_cpu_offload", "model.enable_group_offload")
@@ -84,6 +85,7 @@ def _offloaded(name: str, adapted: bool) -> Error:
         model = copy.deepcopy(sharded)
         with away_on(Host(), model), torch.no_grad():
             found = list(tensors_of(WAYS[way](model)(**{**inputs, **plainly(model)})))
+            assert share_away(model) == 1
         errors.append(relative_error(found, outputs(whole, inputs)))
     return Error(max(errors))
 
@@ -108,35 +110,41 @@ def saved_and_reloaded(name: str, folder: Path) -> Error:
 def compiled(name: str, folder: Path) -> Error:
     """Compile the model to one graph."""
     whole, sharded = _pair(name)
-    _compile(sharded)
-    return _error(name, sharded, whole)
+    graphs = _compile(sharded)
+    error = _error(name, sharded, whole)
+    assert graphs.frame_count == 1
+    return error
 
 
 def compiled_with_lora(name: str, folder: Path) -> Error:
     """Compile each kind of block to one graph, adapters included."""
     whole, sharded = _pair(name, adapted=True)
-    _compile_blocks(sharded)
-    return _error(name, sharded, whole)
+    graphs = _compile_blocks(sharded)
+    error = _error(name, sharded, whole)
+    assert graphs.frame_count
+    return error
 
 
 def compiled_with_int8(name: str, folder: Path) -> Error:
     """Compile each kind of block to one graph, of int8 weights."""
     exact, (sharded, whole) = load(name, folder), quantized.pair(name, folder, INT8)
-    _compile_blocks(sharded)
-    return Error(mean_distance(name, sharded, exact), mean_distance(name, whole, exact))
+    graphs = _compile_blocks(sharded)
+    error = Error(mean_distance(name, sharded, exact), mean_distance(name, whole, exact))
+    assert graphs.frame_count
+    return error
 
 
-def _compile(model: Any) -> Any:
+def _compile(model: Any, call: str = "compile") -> CompileCounter:
+    """Have a model compiled when it is called, and return what will count its graphs."""
     torch._dynamo.reset()
-    return model.compile(fullgraph=True, backend="eager")
+    graphs = CompileCounter()
+    getattr(model, call)(fullgraph=True, backend=graphs)
+    return graphs
 
 
-def _compile_blocks(model: Any) -> Any:
-    """Compile each kind of block; all at once where diffusers does not say which blocks are alike (SD3)."""
-    if not model._repeated_blocks:
-        return _compile(model)
-    torch._dynamo.reset()
-    return model.compile_repeated_blocks(fullgraph=True, backend="eager")
+def _compile_blocks(model: Any) -> CompileCounter:
+    """Have each kind of block compiled; all at once where diffusers does not say which blocks are alike (SD3)."""
+    return _compile(model, "compile_repeated_blocks" if model._repeated_blocks else "compile")
 
 
 def lora_on_int8(name: str, folder: Path) -> Error:

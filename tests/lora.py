@@ -8,6 +8,16 @@ import torch
 from diffusers.loaders import Flux2LoraLoaderMixin, FluxLoraLoaderMixin, QwenImageLoraLoaderMixin
 from torch import Tensor, nn
 
+FAMILIES = [
+    "FluxTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "QwenImageTransformer2DModel",
+    "MiniMaxH3Transformer3DModel",
+    "WanTransformer3DModel",
+    "SD3Transformer2DModel",
+]
+"""Classes of which everything that goes together with sharding is tested."""
+
 RANK = 3
 """Divisible by no degree."""
 

@@ -25,15 +25,7 @@ from torchao.quantization import (
 from shardwise import TensorParallelConfig
 from shardwise.runtime.modules import LocalLayer
 from tests.helpers import family, outputs, tiny_inputs
-
-FAMILIES = [
-    "FluxTransformer2DModel",
-    "Flux2Transformer2DModel",
-    "QwenImageTransformer2DModel",
-    "MiniMaxH3Transformer3DModel",
-    "WanTransformer3DModel",
-    "SD3Transformer2DModel",
-]
+from tests.lora import FAMILIES as FAMILIES
 
 KINDS: dict[str, Callable[[], Any]] = {
     "int8 weights": lambda: Int8WeightOnlyConfig(set_inductor_config=False),

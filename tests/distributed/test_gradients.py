@@ -15,7 +15,7 @@ from shardwise import SumOnce, TensorParallelConfig, enable_parallelism
 from shardwise.models.lookup import tiny_case
 from shardwise.runtime import modules
 from shardwise.runtime.shard import local_slice, sharding_of
-from tests import tolerances
+from tests import lora, tolerances
 from tests.helpers import (
     FAMILIES,
     call,
@@ -32,14 +32,7 @@ from tests.helpers import (
 from tests.pool import Pool
 from tests.small_models import SMALL, Glu, Mixture, Mlp, Modulation, small_input
 
-TRAINED = [
-    "Flux2Transformer2DModel",
-    "FluxTransformer2DModel",
-    "MiniMaxH3Transformer3DModel",
-    "QwenImageTransformer2DModel",
-    "SD3Transformer2DModel",
-    "WanTransformer3DModel",
-]
+TRAINED = sorted(lora.FAMILIES)
 """Classes whose training is held against one process in every respect."""
 
 DIFFERENTIABLE = {

@@ -21,12 +21,11 @@ from shardwise.runtime.modules import LocalLayer
 from shardwise.runtime.shard import sharding_of
 from tests import tolerances
 from tests.helpers import cast, outputs, relative_error, tiny_inputs, tiny_model
-from tests.lora import RANK, adapter, linears
+from tests.lora import FAMILIES, RANK, adapter, linears
 from tests.pool import Pool
 
 FLUX, FLUX2, WAN = "FluxTransformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel"
 QWEN = "QwenImageTransformer2DModel"
-FAMILIES = [FLUX, FLUX2, QWEN, "MiniMaxH3Transformer3DModel", WAN, "SD3Transformer2DModel"]
 
 
 def sharded_copy(model: Any, **options: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import diffusers
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from shardwise.models.quantization import Quantization
 from shardwise.plan.layout import Shard
 from shardwise.runtime.shard import local_slice, sharding_of
 from tests import tolerances
-from tests.distributed.test_load_promises import MIB, _peak
+from tests.distributed.test_load_promises import MIB, Bar, _peak
 from tests.helpers import outputs, randomize, save_tiny, tiny_inputs
 from tests.pool import Pool, at_two_ranks_and_once_at_four
 from tests.quantized import (
@@ -400,6 +401,19 @@ def _bytes_held(name: str, folder: Path) -> tuple[int, int, int, int]:
         counted += sum(part.nbytes for part in held)
     report = placement(sharded)
     return report.weight_bytes, counted, report.weight_bytes_one_process, placement(whole).weight_bytes
+
+
+def _shown(name: str, folder: Path) -> tuple[list[tuple[int, int]], int]:
+    Bar.made.clear()
+    with mock.patch.object(diffusers.utils.logging, "tqdm", Bar):
+        report = load(name, folder, INT8, sharded=True).load_report
+    return [(bar.total, bar.shown) for bar in Bar.made], report.bytes_read
+
+
+def test_parts_are_shown_as_one_load(two_ranks: Pool, folders: Callable[[str], Path]) -> None:
+    (bars, planned), (none, _) = two_ranks.run(_shown, FLUX, folders(FLUX))
+    assert bars == [(planned, planned)]
+    assert none == []
 
 
 def test_placement_counts_the_bytes_of_quantized_weights(ranks: Pool, folders: Callable[[str], Path]) -> None:

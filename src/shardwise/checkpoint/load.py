@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.read import SliceReader
-from shardwise.checkpoint.read_plan import Wanted
+from shardwise.checkpoint.read_plan import Wanted, plan_reads
 from shardwise.checkpoint.report import LoadReport, total
 from shardwise.errors import CheckpointError
 from shardwise.plan.resolve import ResolvedPlan
@@ -131,7 +131,10 @@ def load_tensors(
             wanted[key] = Wanted(entry, plan.layout(name), dtype(name, entry.dtype, tensors[name].dtype))
     by_key: dict[str, Tensor] = {}
     reports: list[LoadReport] = []
-    for part in _parts(wanted, reader) if arrival else [wanted]:
+    parts = [wanted]
+    if arrival is not None:
+        parts, reader = list(_parts(wanted, reader)), _telling_of_all(wanted, reader)
+    for part in parts:
         slices, report = reader.read(part)
         reports.append(report)
         for key in part:
@@ -154,12 +157,23 @@ def _parts(wanted: Mapping[str, Wanted], reader: SliceReader) -> Iterator[dict[s
         for key, want in wanted.items()
     }
     part: dict[str, Wanted] = {}
+    held, most = 0, max(sizes.values(), default=0)
     for key in sorted(wanted, key=lambda key: (str(wanted[key].entry.file), wanted[key].entry.offset)):
-        if part and sum(map(sizes.__getitem__, part)) + sizes[key] > max(sizes.values()):
+        if part and held + sizes[key] > most:
             yield part
-            part = {}
+            part, held = {}, 0
         part[key] = wanted[key]
+        held += sizes[key]
     yield part
+
+
+def _telling_of_all(wanted: Mapping[str, Wanted], reader: SliceReader) -> SliceReader:
+    """Return a reader of parts that tells of bytes as of all that is wanted."""
+    tell = reader.progress
+    if tell is None:
+        return reader
+    total = plan_reads(wanted, reader.rank, reader.degree).nbytes
+    return replace(reader, progress=lambda arrived, _: tell(arrived, total))
 
 
 def _arrived(key: str, slices: dict[str, Tensor], holder: Tensor, arrival: Arrival | None) -> Tensor:
