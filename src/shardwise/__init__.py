@@ -24,6 +24,7 @@ from shardwise.runtime.placement import placement
 
 if TYPE_CHECKING:
     from shardwise.models.checking import check
+    from shardwise.models.decode import spread_decode
     from shardwise.models.inference import infer
     from shardwise.models.mixin import TensorParallelMixin
     from shardwise.models.parallelism import enable_parallelism
@@ -53,6 +54,7 @@ __all__ = [
     "estimate",
     "infer",
     "placement",
+    "spread_decode",
     "verify",
 ]
 
@@ -63,6 +65,7 @@ _ON_DEMAND = {
     "enable_parallelism": "shardwise.models.parallelism",
     "estimate": "shardwise.models.planning",
     "infer": "shardwise.models.inference",
+    "spread_decode": "shardwise.models.decode",
     "verify": "shardwise.verification",
 }
 """What belongs to the diffusers side, whose import takes seconds -> where it is."""

@@ -53,7 +53,7 @@ class RankFailure(ShardwiseError, RuntimeError):
 
 
 class UnequalInputs(ShardwiseError, RuntimeError):
-    """The ranks called a sharded model with different inputs; raised on all of them, in debug mode."""
+    """The ranks called one model with different inputs; raised on all: in debug mode, and by a spread decode."""
 
 
 @dataclass(frozen=True)

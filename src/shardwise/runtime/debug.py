@@ -78,10 +78,11 @@ def describe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     except TypeError:  # the forward will say what is wrong with the call
         named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
     leaves, _ = tree_flatten_with_path(named)
-    return {keystr(path[:1])[2:-2] + keystr(path[1:]): _text(value) for path, value in leaves}
+    return {keystr(path[:1])[2:-2] + keystr(path[1:]): text_of(value) for path, value in leaves}
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """Return a short text for a value; equal texts mean equal values for tensors and plain data."""
     if isinstance(value, Tensor):
         data = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} {_hash(data)}"

@@ -163,6 +163,12 @@ class TensorParallelGroup:
             # Work that waits in the queue of a device for the other rank would run into the watchdog's time-out.
             torch.accelerator.synchronize(tensor.device)
 
+    def all_gather(self, rows: Tensor, own: Tensor) -> None:
+        """Fill row r of the contiguous `rows` with what the contiguous `own` is on coordinate r."""
+        # As bytes: no backend sends every dtype.
+        sent, received = (tensor.view(-1).view(torch.uint8) for tensor in (own, rows))
+        dist.all_gather_single(received, sent, group=self.process_group)
+
     def from_first(self, tensor: Tensor) -> Tensor:
         """Return coordinate 0's value of a tensor, in new memory on this rank's device."""
         sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
