@@ -64,8 +64,11 @@ def alone(case: str, z: Tensor, slicing: bool = False) -> tuple[Tensor, list[int
 # ---------------------------------------------------------------- bit-equal, and shared out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float32) for case in CASES]
+    + [(case, BF16) for case in (KL, "AutoencoderKLQwenImage", WAN)],
+)
 def test_spread_decode_is_that_of_one_process_and_each_rank_decodes_its_share(
     case: str, dtype: torch.dtype, ranks: Pool
 ) -> None:
@@ -197,10 +200,8 @@ def _frames_apart() -> Tensor:
     class Notes(decode._Notes):
         def forward(self, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result = super().forward(latents, *args, **kwargs)
-            *_, (tile_args, tile_kwargs) = self.tiles[-1].calls
             if len(self.tiles[-1].calls) > 1:
-                self.tiles[-1].calls.pop()
-                self.tiles.append(decode.Tile(None, [(tile_args, tile_kwargs)]))
+                self.tiles.append(decode.Tile(self.tiles[-1].cache, [self.tiles[-1].calls.pop()]))
             return result
 
     vae = spread(WAN)
@@ -363,6 +364,10 @@ def test_gradients_are_refused(asked: str, two_ranks: Pool) -> None:
         assert "spread_decode(vae, config=TensorParallelConfig(tp_degree=1))" in text
 
 
+def _noisy() -> nn.Module:
+    return vaes.ltx(decoder_inject_noise=(False, False, True, False, False))
+
+
 class Lonely(nn.Module):
     """No autoencoder of diffusers."""
 
@@ -400,9 +405,10 @@ def _refused(make: Callable[[], nn.Module], degree: int = 0) -> tuple[str, str]:
         (
             Lonely,
             UnsupportedState,
-            "AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan",
+            ", ".join(decode.SPREADABLE),
         ),
         (_untiled, UnsupportedState, "call vae.enable_tiling() first"),
+        (_noisy, UnsupportedState, "draws noise"),
         (_sharded, UnsupportedState, "AutoencoderKL is sharded"),
         (_other_weights, RankFailure, "the ranks differ in weights"),
     ],

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from torch import Tensor
 
 from shardwise import TensorParallelConfig, spread_decode
 from shardwise.errors import ConfigError, GroupError
 from shardwise.models.decode import SPREADABLE, noted, played, share_out
 from shardwise.plan.meta import meta_parameters
 from tests import vaes
-from tests.vaes import CASES, latents
+from tests.vaes import CASES, latents, tiled
 
 PAGE = Path(__file__).parents[2] / "docs" / "decode.md"
 
@@ -38,18 +36,13 @@ def test_largest_tiles_go_first_each_to_the_rank_with_least_to_do(
     assert share_out(sizes, degree) == owners
 
 
-def whole(vae: Any, z: Tensor) -> Any:
-    return partial(type(vae).tiled_decode, vae, z, return_dict=False)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_noting_tiles_decodes_nothing_and_leaves_the_autoencoder_as_it_was(case: str) -> None:
     make, _, tiles = CASES[case]
     vae, z = make(), latents(case)
     decoder, attributes = vae.decoder, set(vars(vae))
     decoder.register_forward_pre_hook(lambda *args: pytest.fail("the decoder was called"))
-    with torch.no_grad():
-        notes = noted(vae, whole(vae, z))
+    notes = noted(vae, *tiled(vae, z))
     assert len(notes) == tiles
     assert vae.decoder is decoder
     assert not {name for name in vars(vae) if name.startswith("blend")}
@@ -62,25 +55,25 @@ _ENCODER_CACHE = {"_enc_conv_num", "_enc_conv_idx", "_enc_feat_map"}
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_noted_is_what_the_decoder_is_asked_for(case: str) -> None:
     vae, z = CASES[case][0](), latents(case)
+    decode, ends = tiled(vae, z)
     with torch.no_grad():
-        expected = whole(vae, z)()[0]
+        expected = decode()
         outputs = [
-            vae.decoder(*args, **kwargs) for tile in noted(vae, whole(vae, z)) for args, kwargs in tile.calls
+            vae.decoder(*args, **kwargs) for tile in noted(vae, decode, ends) for args, kwargs in tile.calls
         ]
-        assert torch.equal(played(vae, whole(vae, z), outputs)[0], expected)
+        assert torch.equal(played(vae, decode, outputs), expected)
 
 
 def test_frames_that_share_a_cache_are_one_tile() -> None:
     vae, z = vaes.wan(), latents("AutoencoderKLWan")
-    with torch.no_grad():
-        assert {len(tile.calls) for tile in noted(vae, whole(vae, z))} == {3}
+    assert {len(tile.calls) for tile in noted(vae, *tiled(vae, z))} == {3}
 
 
 def test_outputs_that_are_left_over_are_noticed() -> None:
     vae, z = vaes.kl(), latents("AutoencoderKL")
     outputs = [torch.zeros(1, 3, 16, 16)] * 13
     with pytest.raises(AssertionError, match="fewer tiles"):
-        played(vae, whole(vae, z), outputs)
+        played(vae, tiled(vae, z)[0], outputs)
 
 
 @pytest.mark.parametrize("tiles", [0, 2])
@@ -95,7 +88,7 @@ def test_error_while_tiles_are_noted_is_raised_and_the_decoder_is_back(tiles: in
 
     vae.post_quant_conv.register_forward_pre_hook(fail)
     with pytest.raises(MemoryError):
-        noted(vae, whole(vae, z))
+        noted(vae, *tiled(vae, z))
     assert vae.decoder is decoder
 
 
@@ -136,7 +129,7 @@ def test_shares_of_released_sizes_are_those_of_the_page(
     if tile is not None:
         vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // 8
     z = torch.empty(shape, device="meta")
-    sizes = [part.size for part in noted(vae, whole(vae, z))]
+    sizes = [part.size for part in noted(vae, *tiled(vae, z))]
     shares = []
     for degree in (2, 4, 8):
         owners = share_out(sizes, degree)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from math import prod
 from types import MethodType
@@ -27,12 +28,24 @@ from shardwise.runtime.debug import text_of
 from shardwise.runtime.group import PATIENCE, TensorParallelGroup
 from shardwise.runtime.shard import digest, named_tensors, sharding_of
 
-SPREADABLE = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLWan")
+SPREADABLE = (
+    "AutoencoderDC",
+    "AutoencoderKL",
+    "AutoencoderKLFlux2",
+    "AutoencoderKLHunyuanImage",
+    "AutoencoderKLHunyuanVideo",
+    "AutoencoderKLHunyuanVideo15",
+    "AutoencoderKLLTX2Video",
+    "AutoencoderKLLTXVideo",
+    "AutoencoderKLQwenImage",
+    "AutoencoderKLWan",
+)
 """Classes of diffusers whose tiled decode is proved to be bit-equal when it is spread."""
 
 _M = TypeVar("_M", bound=nn.Module)
 _STATE = "_shardwise_spread"
-_BLENDS = ("blend_v", "blend_h")
+TILINGS = {"tiled_decode": ("blend_v", "blend_h"), "_temporal_tiled_decode": ("blend_t",)}
+"""Methods of diffusers that decode in tiles -> what they call once all are decoded. The second may call the first."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ def spread_decode(vae: _M, *, config: TensorParallelConfig, timeout: float = PAT
     """
     config = as_config(config)
     if config.tp_degree == 1:
-        for name in ("tiled_decode", "decode_report", _STATE):
+        for name in (*TILINGS, "decode_report", _STATE):
             vars(vae).pop(name, None)
         return vae
     group = TensorParallelGroup.of(config)
@@ -100,12 +113,14 @@ def spread_decode(vae: _M, *, config: TensorParallelConfig, timeout: float = PAT
         _check(vae)
         step.must_equal(vae=type(vae).__name__, weights=_weights(vae))
     vars(vae)[_STATE] = Spread(group, timedelta(seconds=timeout))
-    vars(vae)["tiled_decode"] = MethodType(tiled_decode, vae)
+    for name in TILINGS:
+        if hasattr(type(vae), name):
+            vars(vae)[name] = MethodType(partial(tiled_decode, name), vae)
     return vae
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def tiled_decode(vae: Any, z: Tensor, *args: Any, **kwargs: Any) -> Any:
+def tiled_decode(name: str, vae: Any, z: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Decode in tiles as diffusers' method of this name does, of which each rank decodes some.
 
     Raises:
@@ -114,28 +129,19 @@ def tiled_decode(vae: Any, z: Tensor, *args: Any, **kwargs: Any) -> Any:
         RankFailure: another rank failed, or did not make the call.
     """
     spread: Spread = vars(vae)[_STATE]
-
-    def decode() -> Any:
-        return type(vae).tiled_decode(vae, z, *args, **kwargs)
-
-    tiles = _agree_on_tiles(vae, z, decode, spread)
-    if len(tiles) < 2:
-        return decode()
-    outputs, vars(vae)["decode_report"] = _decode_together(vae, z, tiles, spread)
-    return played(vae, decode, outputs)
-
-
-def _agree_on_tiles(vae: Any, z: Tensor, decode: Callable[[], Any], spread: Spread) -> list[Tile]:
+    decode = partial(getattr(type(vae), name), vae, z, *args, **kwargs)
     with spread.group.agreement(_subject(vae), spread.patience) as step:
         _refuse_gradients(vae, z)
         _check_sizes(vae)
-        with torch.no_grad():
-            tiles = noted(vae, decode)
+        tiles = noted(vae, decode, TILINGS[name])
         step.say([text_of(z), f"{len(tiles)} tiles ({digest([tile.shapes for tile in tiles])})"])
     latents, tilings = zip(*step.heard, strict=True)
     _require_equal(vae, "latents", latents, "give every rank the same prompt and an equally seeded generator")
     _require_equal(vae, "tiles", tilings, "call enable_tiling with the same sizes on every rank")
-    return tiles
+    if len(tiles) < 2:
+        return decode()
+    outputs, vars(vae)["decode_report"] = _decode_together(vae, z, tiles, spread)
+    return played(vae, decode, outputs)
 
 
 @torch.no_grad()
@@ -150,17 +156,16 @@ def _decode_together(
         mine = [vae.decoder(*args, **kwargs) for tile in own for args, kwargs in tile.calls]
         step.say([str(mine[0].dtype) if mine else None, [tuple(output.shape) for output in mine]])
     dtypes, shapes = zip(*step.heard, strict=True)
-    _require_equal(
-        vae, "dtype", [dtype for dtype in dtypes if dtype], "decode in the same dtype on every rank"
-    )
+    dtype = next(filter(None, dtypes))
+    given = [theirs or dtype for theirs in dtypes]  # a rank without tiles has any
+    _require_equal(vae, "dtype", given, "decode in the same dtype on every rank")
     with group.agreement(subject, spread.patience):  # memory may run out, and nobody may wait then
-        dtype = getattr(torch, next(filter(None, dtypes)).removeprefix("torch."))
-        own_row = torch.zeros(
-            max(sum(map(prod, theirs)) for theirs in shapes), dtype=dtype, device=group.device
-        )
+        length = max(sum(map(prod, theirs)) for theirs in shapes)
+        own_row = torch.zeros(length, dtype=getattr(torch, dtype.removeprefix("torch.")), device=group.device)
         rows = own_row.new_empty(group.degree, len(own_row))
         for place, output in zip(_unpacked(own_row, shapes[group.rank]), mine, strict=True):
             place.copy_(output)
+    del mine
     group.all_gather(rows, own_row)
     parts = [_unpacked(row, theirs) for row, theirs in zip(rows.to(z.device), shapes, strict=True)]
     outputs = [
@@ -180,13 +185,21 @@ def share_out(sizes: Sequence[int], degree: int) -> list[int]:
     return owners
 
 
-def noted(vae: Any, decode: Callable[[], Any]) -> list[Tile]:
-    """Return the tiles that a tiled decode asks the decoder for, without decoding any."""
+@torch.no_grad()
+def noted(vae: Any, decode: Callable[[], Any], ends: Sequence[str]) -> list[Tile]:
+    """Return the tiles that a tiled decode asks the decoder for, without decoding any.
+
+    Args:
+        vae: The autoencoder.
+        decode: Its tiled decode.
+        ends: Methods of blending, of which the first to be called means that there are no more tiles.
+    """
     notes = _Notes(vae.decoder)
     with ExitStack() as stack:
         stack.enter_context(_in_place(notes, vae))
-        for name in _BLENDS:
-            stack.enter_context(mock.patch.object(vae, name, _end))
+        for name in ("blend_v", "blend_h", "blend_t"):
+            if hasattr(vae, name):
+                stack.enter_context(mock.patch.object(vae, name, _end if name in ends else _unblended))
         try:
             decode()
         except _AllNoted:
@@ -213,6 +226,10 @@ class _AllNoted(Exception):
 
 def _end(*args: Any) -> None:
     raise _AllNoted
+
+
+def _unblended(before: Tensor, tile: Tensor, extent: int) -> Tensor:
+    return tile
 
 
 class _StandIn(nn.Module):
@@ -251,11 +268,13 @@ class _Player(_StandIn):
 
 @contextmanager
 def _in_place(stand_in: _StandIn, vae: nn.Module) -> Iterator[None]:
-    """Let a module be the decoder for a while; hooks of the real one see its real calls only."""
+    """Let a module be the decoder of diffusers' own code for a while; hooks of the real one see its real calls only."""
+    spread = {name: vars(vae).pop(name) for name in TILINGS if name in vars(vae)}
     vae._modules["decoder"] = stand_in
     try:
         yield
     finally:
+        vars(vae).update(spread)
         vae._modules["decoder"] = stand_in.decoder
 
 
@@ -281,6 +300,11 @@ def _check(vae: nn.Module) -> None:
         raise UnsupportedState(
             f"{name} is sharded, so its ranks decode every tile together: spread a VAE that each rank holds whole"
         )
+    if any(getattr(vae, "config", {}).get("decoder_inject_noise", ())):
+        raise UnsupportedState(
+            f"the decoder of this {name} draws noise, which follows from the tiles that were decoded before: "
+            "ranks that decode some of them would draw another picture"
+        )
     if not getattr(vae, "use_tiling", False):
         raise UnsupportedState(
             f"{name} decodes without tiles, and tiles are what is shared out: call vae.enable_tiling() first, "
@@ -292,7 +316,7 @@ def _check_sizes(vae: Any) -> None:
     """Refuse tiles of two sizes that do not mean each other; diffusers makes a picture of another size of them."""
     if not hasattr(vae, "tile_latent_min_size"):
         return
-    factor = 2 ** (len(vae.config.block_out_channels) - 1)
+    factor = vae.config.get("spatial_compression_ratio") or 2 ** (len(vae.config.block_out_channels) - 1)
     if vae.tile_sample_min_size != factor * vae.tile_latent_min_size:
         raise UnsupportedState(
             f"{type(vae).__name__} makes {factor} pixels of a latent, so tiles of tile_latent_min_size "
