@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from shardwise import TensorParallelConfig, enable_parallelism, spread_decode
+from shardwise import TensorParallelConfig, demo_model_path, enable_parallelism, spread_decode
+from shardwise.demo.run import CALL
 from shardwise.errors import (
     GroupError,
     RankFailure,
@@ -153,6 +156,42 @@ def _taken_off() -> tuple[bool, int, int]:
 
 def test_degree_1_takes_spreading_off(two_ranks: Pool) -> None:
     assert two_ranks.run(_taken_off) == [(True, CASES[KL][2], 0)] * 2
+
+
+def _compiled(what: str) -> Tensor:
+    vae, z = spread(KL), latents(KL)
+    if what == "decoder":
+        vae.decoder = torch.compile(vae.decoder, backend="eager")
+    elif what == "decode":
+        vae.decode = torch.compile(vae.decode, backend="eager")
+    else:
+        accelerate.cpu_offload(vae, execution_device="cpu")
+        assert vae.decoder.conv_out.weight.is_meta
+    return decoded(vae, z)
+
+
+@pytest.mark.parametrize("what", ["decoder", "decode", "offloaded"])
+def test_spread_autoencoder_may_be_compiled_or_offloaded(what: str, two_ranks: Pool) -> None:
+    expected = alone(KL, latents(KL))[0]
+    assert all(torch.equal(picture, expected) for picture in two_ranks.run(_compiled, what))
+
+
+def draw(degree: int) -> Tensor:
+    """Return a picture of the demo's pipeline, its transformer whole, its tiles of 32 pixels."""
+    pipeline = DiffusionPipeline.from_pretrained(demo_model_path())
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.vae.enable_tiling()
+    pipeline.vae.tile_sample_min_size, pipeline.vae.tile_latent_min_size = 32, 8
+    spread_decode(pipeline.vae, config=world(degree))
+    call = {**CALL, "output_type": "pt", "num_inference_steps": 2}
+    images = pipeline(prompt="a red circle", generator=torch.Generator().manual_seed(1), **call).images
+    assert degree == 1 or sum(pipeline.vae.decode_report.tiles) == 9
+    return images
+
+
+def test_pipeline_draws_the_picture_of_one_process_with_tiling(two_ranks: Pool) -> None:
+    expected = draw(1)
+    assert all(torch.equal(picture, expected) for picture in two_ranks.run(draw, 2))
 
 
 # ---------------------------------------------------------------- negative controls

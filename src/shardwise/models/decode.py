@@ -134,7 +134,8 @@ def tiled_decode(name: str, vae: Any, z: Tensor, *args: Any, **kwargs: Any) -> A
         _refuse_gradients(vae, z)
         _check_sizes(vae)
         tiles = noted(vae, decode, TILINGS[name])
-        step.say([text_of(z), f"{len(tiles)} tiles ({digest([tile.shapes for tile in tiles])})"])
+        given = [text_of(value) for value in (z, *args, *kwargs.values()) if isinstance(value, Tensor)]
+        step.say([", ".join(given), f"{len(tiles)} tiles ({digest([tile.shapes for tile in tiles])})"])
     latents, tilings = zip(*step.heard, strict=True)
     _require_equal(vae, "latents", latents, "give every rank the same prompt and an equally seeded generator")
     _require_equal(vae, "tiles", tilings, "call enable_tiling with the same sizes on every rank")
@@ -317,7 +318,7 @@ def _check_sizes(vae: Any) -> None:
     if not hasattr(vae, "tile_latent_min_size"):
         return
     factor = vae.config.get("spatial_compression_ratio") or 2 ** (len(vae.config.block_out_channels) - 1)
-    if vae.tile_sample_min_size != factor * vae.tile_latent_min_size:
+    if vae.tile_sample_min_size // factor != vae.tile_latent_min_size:
         raise UnsupportedState(
             f"{type(vae).__name__} makes {factor} pixels of a latent, so tiles of tile_latent_min_size "
             f"{vae.tile_latent_min_size} are not of tile_sample_min_size {vae.tile_sample_min_size}: set one to "
