@@ -33,10 +33,11 @@ test: $(VENV)/.ready-to-test
 	cat $$log; rm -f $$log; \
 	exit $$((distributed | unit))
 
-# Loading and steps beside diffusers' own, in about ten minutes on two cores that nobody else uses; needs 12 GiB.
+# Loading and steps beside diffusers' own, in about fifteen minutes on two cores that nobody else uses; needs 12 GiB.
 bench: setup
 	$(BIN)/shardwise bench load --ranks 2 --json benchmarks/results/load-2-ranks.json --plot benchmarks/results/load-2-ranks.png
 	$(BIN)/shardwise bench load --ranks 4 --json benchmarks/results/load-4-ranks.json --plot benchmarks/results/load-4-ranks.png
+	$(BIN)/shardwise bench load --ranks 2 --no-modulations --no-cold --json benchmarks/results/load-2-ranks-modulations-whole.json --plot benchmarks/results/load-2-ranks-modulations-whole.png
 	$(BIN)/shardwise bench step --ranks 2 --json benchmarks/results/step-2-ranks.json --plot benchmarks/results/step-2-ranks.png
 	$(BIN)/python -m tools.performance
 

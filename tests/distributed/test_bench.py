@@ -20,7 +20,7 @@ from shardwise.bench import plot
 from shardwise.bench.checkpoint import Sizes, shapes_of, sizes_for, write_checkpoint, write_model
 from shardwise.bench.gauges import drop_from_memory, file_bytes, turns
 from shardwise.bench.load import bench_load, require_same, summary
-from shardwise.bench.loads import KINDS, measure, shard_bytes, weight_files
+from shardwise.bench.loads import KINDS, config_of, measure, shard_bytes, weight_files
 from shardwise.bench.ranks import Watch, run_fresh
 from shardwise.bench.step import bench_step
 from shardwise.bench.steps import ALONE, OURS, SAME_PLAN, SMALL, THEIRS, Case, measure_steps
@@ -148,7 +148,7 @@ def test_bytes_and_memory_of_a_load_of_everything_are_seen(checkpoint: Path) -> 
 def test_cold_load_takes_each_byte_from_storage_about_once(checkpoint: Path) -> None:
     dropped = drop_from_memory(weight_files(checkpoint))  # not where files are kept in memory only
     size = sum(file.stat().st_size for file in weight_files(checkpoint))
-    results = run_fresh(measure, 2, "shardwise", checkpoint, checkpoint, True, False)
+    results = run_fresh(measure, 2, "shardwise", checkpoint, checkpoint, True, True, False)
     assert all(result["cold"] for result in results) == dropped
     read = sum(result["from_storage"] for result in results)
     assert 0.9 * size * dropped <= read < 1.2 * size
@@ -158,7 +158,7 @@ def test_cold_load_takes_each_byte_from_storage_about_once(checkpoint: Path) -> 
 def test_other_numbers_are_noticed(checkpoint: Path, tmp_path: Path, kind: str) -> None:
     write_checkpoint(tmp_path, TINY, seed=1)
     first, same, other = (
-        [r["check_sums"] for r in run_fresh(measure, 2, name, folder, checkpoint, False, True)]
+        [r["check_sums"] for r in run_fresh(measure, 2, name, folder, checkpoint, True, False, True)]
         for name, folder in (("shardwise", checkpoint), (kind, checkpoint), (kind, tmp_path))
     )
     assert first[0] != first[1]
@@ -168,9 +168,19 @@ def test_other_numbers_are_noticed(checkpoint: Path, tmp_path: Path, kind: str) 
 
 
 def test_plan_bytes_are_half_of_what_is_cut(checkpoint: Path) -> None:
-    whole, half = shard_bytes(checkpoint, 1)[0], shard_bytes(checkpoint, 2)
+    (whole,), half = (shard_bytes(checkpoint, config_of(checkpoint, degree, True)) for degree in (1, 2))
     assert half[0] == half[1]
     assert whole / 2 < half[0] < 1.05 * whole / 2
+
+
+def test_modulations_are_whole_where_diffusers_own_plan_is_loaded(checkpoint: Path) -> None:
+    modulations = sum(
+        2 * torch.Size(shape).numel() for name, shape in shapes_of(TINY).items() if "modulation" in name
+    )
+    cut, whole = (shard_bytes(checkpoint, config_of(checkpoint, 2, cut))[0] for cut in (True, False))
+    assert whole - cut >= modulations / 2
+    tables = [config_of(checkpoint, 2, cut).plan or {} for cut in (True, False)]
+    assert [any("modulation" in key for key in plan) for plan in tables] == [True, False]
 
 
 def test_summary_takes_the_slowest_rank_and_the_sum_of_cpu_time() -> None:

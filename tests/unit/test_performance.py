@@ -20,7 +20,12 @@ def test_page_follows_the_figures() -> None:
 
 def test_figures_say_when_and_on_what_they_were_measured() -> None:
     found = results()
-    assert set(found) == {"load-2-ranks", "load-4-ranks", "step-2-ranks"}
+    assert set(found) == {
+        "load-2-ranks",
+        "load-2-ranks-modulations-whole",
+        "load-4-ranks",
+        "step-2-ranks",
+    }
     for figures in found.values():
         assert figures["date"]
         assert figures["versions"]["diffusers"]

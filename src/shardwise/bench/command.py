@@ -34,6 +34,11 @@ def bench() -> None:
 @bench.command()
 @_ranks
 @click.option("--size-gb", type=click.FloatRange(min=0.01), default=3.6, show_default=True)
+@click.option(
+    "--modulations/--no-modulations",
+    default=True,
+    help="Cut the modulations too, as shardwise does by default; diffusers' own plan leaves them whole.",
+)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--cold/--no-cold", default=True, help="Also measure with files that are on storage only.")
 @click.option(
@@ -46,6 +51,7 @@ def bench() -> None:
 def load(
     ranks: int,
     size_gb: float,
+    modulations: bool,
     repeats: int,
     cold: bool,
     folder: Path | None,
@@ -58,7 +64,9 @@ def load(
     from shardwise.bench.show import load_table
 
     def work() -> dict[str, Any]:
-        return bench_load(ranks, size_gb, repeats=repeats, cold=cold, folder=folder, say=_say)
+        return bench_load(
+            ranks, size_gb, modulations=modulations, repeats=repeats, cold=cold, folder=folder, say=_say
+        )
 
     _measured(work, json_file, plot, load_table, draw_loads)
 

@@ -19,7 +19,7 @@ from shardwise.bench.gauges import (
     require_linux,
     turns,
 )
-from shardwise.bench.loads import KINDS, measure, shard_bytes, weight_files
+from shardwise.bench.loads import KINDS, config_of, measure, shard_bytes, weight_files
 from shardwise.bench.ranks import run_fresh
 from shardwise.errors import RankFailure
 
@@ -37,6 +37,7 @@ def bench_load(
     ranks: int,
     size_gb: float,
     *,
+    modulations: bool = True,
     repeats: int = 3,
     cold: bool = True,
     folder: Path | None = None,
@@ -52,6 +53,8 @@ def bench_load(
         ranks: Number of ranks.
         size_gb: Size of the checkpoint in 1e9 bytes. Of 2.6 or more the tensors have FLUX.2-dev's shapes; below it
             fewer heads.
+        modulations: Whether all cut the modulations, as shardwise does by default; or leave them whole, as diffusers'
+            own plan does.
         repeats: Number of turns.
         cold: Whether to measure also with files that are on storage only.
         folder: Where the checkpoint is written, and left; by default it is removed.
@@ -69,14 +72,15 @@ def bench_load(
         say(f"writing {size_gb:g} GB to {checkpoint}")
         nbytes = write_checkpoint(checkpoint, sizes)
         write_checkpoint(rehearsal, _REHEARSAL)
-        bench = _Bench(ranks, checkpoint, rehearsal, say)
+        bench = _Bench(ranks, checkpoint, rehearsal, modulations, say)
         for turn in range(repeats):
             bench.turn(turn, turns(kinds, turn), cold)
-        plan = shard_bytes(checkpoint, ranks)
+        plan = shard_bytes(checkpoint, config_of(checkpoint, ranks, modulations))
         return {
             "ranks": ranks,
             "checkpoint_bytes": nbytes,
             "checkpoint": _described(sizes, weight_files(checkpoint)),
+            "modulations_sharded": modulations,
             "plan_bytes_per_rank": max(plan),
             "repeats": repeats,
             **conditions(),
@@ -107,8 +111,9 @@ def _described(sizes: Sizes, files: Sequence[Path]) -> dict[str, Any]:
 class _Bench:
     """One checkpoint, and what has been measured on it so far."""
 
-    def __init__(self, ranks: int, checkpoint: Path, rehearsal: Path, say: Said) -> None:
-        self._ranks, self._checkpoint, self._rehearsal, self._say = ranks, checkpoint, rehearsal, say
+    def __init__(self, ranks: int, checkpoint: Path, rehearsal: Path, modulations: bool, say: Said) -> None:
+        self._ranks, self._modulations, self._say = ranks, modulations, say
+        self._checkpoint, self._rehearsal = checkpoint, rehearsal
         self._files = weight_files(checkpoint)
         self._reads: dict[str, list[float]] = {"warm_s": [], "cold_s": []}
         self._results: dict[tuple[str, bool], list[list[dict[str, Any]]]] = {}
@@ -128,7 +133,7 @@ class _Bench:
             read.seconds()  # what the cold ones have left out
 
     def _measure(self, kind: str, cold: bool, check: bool) -> None:
-        args = (kind, self._checkpoint, self._rehearsal, cold, check)
+        args = (kind, self._checkpoint, self._rehearsal, self._modulations, cold, check)
         results = run_fresh(measure, self._ranks, *args)
         if check:
             self._compare(kind, [result.pop("check_sums") for result in results])

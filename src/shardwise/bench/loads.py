@@ -31,6 +31,7 @@ from shardwise.checkpoint.read_plan import CHUNK
 from shardwise.config import TensorParallelConfig
 from shardwise.models import Flux2Transformer2DModel
 from shardwise.models.lookup import skeleton
+from shardwise.models.planning import without_modulations
 from shardwise.plan.resolve import resolve
 
 DTYPE = torch.bfloat16
@@ -44,48 +45,43 @@ class Kind:
 
     Attributes:
         title: What a reader calls it.
-        load: Loads a folder over a number of ranks.
+        load: Loads a folder by a configuration: its degree, and its plan.
         ready: Whether slices go to memory that is in place before, as that of a device is.
         full: Whether each rank holds the whole model first.
         floor: Whether it is no load at all, and only as many bytes are read.
     """
 
     title: str
-    load: Callable[[Path, int], Any]
+    load: Callable[[Path, TensorParallelConfig], Any]
     ready: bool = False
     full: bool = False
     floor: bool = False
 
 
-def _config(folder: Path, degree: int) -> TensorParallelConfig:
-    return TensorParallelConfig(degree, plan=plan_of(folder))
-
-
-def _shardwise(folder: Path, degree: int) -> Any:
-    config = _config(folder, degree)
+def _shardwise(folder: Path, config: TensorParallelConfig) -> Any:
     return Flux2Transformer2DModel.from_pretrained(folder, parallel_config=config, dtype=DTYPE)
 
 
-def _diffusers(folder: Path, degree: int) -> Any:
-    config = diffusers_tp.config(degree)
-    return DiffusersModel.from_pretrained(folder, parallel_config=config, torch_dtype=DTYPE)
+def _diffusers(folder: Path, config: TensorParallelConfig) -> Any:
+    theirs = diffusers_tp.config(config.tp_degree)
+    return DiffusersModel.from_pretrained(folder, parallel_config=theirs, torch_dtype=DTYPE)
 
 
-def _shardwise_full(folder: Path, degree: int) -> Any:
+def _shardwise_full(folder: Path, config: TensorParallelConfig) -> Any:
     model = Flux2Transformer2DModel.from_pretrained(folder, dtype=DTYPE)
-    model.enable_parallelism(config=_config(folder, degree))
+    model.enable_parallelism(config=config)
     return model
 
 
-def _diffusers_full(folder: Path, degree: int) -> Any:
+def _diffusers_full(folder: Path, config: TensorParallelConfig) -> Any:
     model = DiffusersModel.from_pretrained(folder, torch_dtype=DTYPE)
-    model.enable_parallelism(config=diffusers_tp.config(degree))
+    model.enable_parallelism(config=diffusers_tp.config(config.tp_degree))
     return model
 
 
-def _bytes_alone(folder: Path, degree: int) -> nn.Module:
+def _bytes_alone(folder: Path, config: TensorParallelConfig) -> nn.Module:
     """Read as many bytes as a rank keeps, one after another, into new memory: no load that holds them does less."""
-    nbytes = max(shard_bytes(folder, degree))
+    nbytes = max(shard_bytes(folder, config))
     room = (SliceReader.empty or torch.empty)((nbytes,), dtype=torch.uint8, device=torch.device("cpu"))
     target, done = room.numpy().data, 0
     for file in weight_files(folder):
@@ -108,7 +104,7 @@ KINDS = {
 
 
 def measure(
-    watch: Watch, name: str, folder: Path, rehearsal: Path, cold: bool, check: bool
+    watch: Watch, name: str, folder: Path, rehearsal: Path, modulations: bool, cold: bool, check: bool
 ) -> dict[str, Any]:
     """Load `folder` on this rank, and return what that took.
 
@@ -118,16 +114,20 @@ def measure(
         folder: The checkpoint.
         rehearsal: A tiny checkpoint of the same class, which is loaded before: what happens once in a process is no
             part of a load.
+        modulations: Whether the modulations are sharded, as shardwise does; or left whole, as diffusers' plan does.
         cold: Whether the files are dropped from memory first.
         check: Whether to add the check sums of the tensors, by name.
     """
-    kind, degree = KINDS[name], dist.get_world_size()
+    kind = KINDS[name]
+    config, rehearsed = (
+        config_of(place, dist.get_world_size(), modulations) for place in (folder, rehearsal)
+    )
     with quiet():
-        _once(kind, rehearsal, degree, None)
-        arena = Arena(room_for(folder, degree)) if kind.ready else None
+        _once(kind, rehearsal, rehearsed, None)
+        arena = Arena(room_for(folder, config)) if kind.ready else None
         if cold and dist.get_rank() == 0:
             cold = drop_from_memory(sorted(folder.glob("*.safetensors")))
-        found, model = _measured(watch, lambda: _once(kind, folder, degree, arena))
+        found, model = _measured(watch, lambda: _once(kind, folder, config, arena))
     shard = sum(_local(p).nbytes for p in model.parameters())
     found |= _phases(model) | {"shard_bytes": shard, "new_bytes": 0 if kind.ready else shard, "cold": cold}
     if check:
@@ -135,14 +135,14 @@ def measure(
     return found
 
 
-def _once(kind: Kind, folder: Path, degree: int, arena: Arena | None) -> Any:
+def _once(kind: Kind, folder: Path, config: TensorParallelConfig, arena: Arena | None) -> Any:
     with ExitStack() as changes:
         if kind.load in (_diffusers, _diffusers_full):
             changes.enter_context(diffusers_tp.on_cpu(arena))
-            changes.enter_context(diffusers_tp.same_slices(DiffusersModel, plan_of(folder)))
+            changes.enter_context(diffusers_tp.same_slices(DiffusersModel, config.plan or {}))
         elif arena is not None:
             changes.enter_context(mock.patch.object(SliceReader, "empty", arena.empty))
-        return kind.load(folder, degree)
+        return kind.load(folder, config)
 
 
 def _measured(watch: Watch, load: Callable[[], Any]) -> tuple[dict[str, Any], nn.Module]:
@@ -176,10 +176,10 @@ def _phases(model: Any) -> dict[str, float]:
     return {name: report.seconds for name, report in found if report is not None}
 
 
-def shard_bytes(folder: Path, degree: int) -> list[int]:
+def shard_bytes(folder: Path, config: TensorParallelConfig) -> list[int]:
     """Return the bytes that each rank's slices have by the plan, without opening a file of weights."""
-    model = _whole(folder)
-    plan = resolve(model, plan_of(folder), degree)
+    model, degree = _whole(folder), config.tp_degree
+    plan = resolve(model, config.plan or {}, degree)
     shapes = [(plan.layout(name), tuple(p.shape)) for name, p in model.named_parameters()]
     return [
         sum(DTYPE.itemsize * prod(layout.local_shape(shape, rank, degree)) for layout, shape in shapes)
@@ -187,16 +187,18 @@ def shard_bytes(folder: Path, degree: int) -> list[int]:
     ]
 
 
-def room_for(folder: Path, degree: int) -> int:
+def room_for(folder: Path, config: TensorParallelConfig) -> int:
     """Return how much memory the slices of any rank take."""
     count = sum(1 for _ in _whole(folder).parameters())
-    return max(shard_bytes(folder, degree)) + _ROOM_BETWEEN * count
+    return max(shard_bytes(folder, config)) + _ROOM_BETWEEN * count
 
 
-def plan_of(folder: Path) -> dict[str, Any]:
-    """Return the declared plan, without the double blocks where a small checkpoint has none."""
+def config_of(folder: Path, degree: int, modulations: bool) -> TensorParallelConfig:
+    """Return the declared plan, with or without the modulations, less the double blocks that a small one lacks."""
     double = _settings(folder)["num_layers"] > 0
-    return {key: style for key, style in PLAN.items() if double or not key.startswith("transformer_blocks.")}
+    plan = PLAN if modulations else without_modulations(PLAN)
+    keys = (key for key in plan if double or not key.startswith("transformer_blocks."))
+    return TensorParallelConfig(degree, plan={key: plan[key] for key in keys})
 
 
 def _whole(folder: Path) -> nn.Module:
