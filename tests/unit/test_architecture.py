@@ -29,10 +29,12 @@ MAY_IMPORT = {
     "runtime": LOWER,
     "checkpoint": LOWER,
     "compose": LOWER,
+    "models": LOWER | {"models"},
+    "encoders": LOWER | {"models", "encoders"},
 }
 """Part of the package -> the parts it may import. Those that are not listed stand on top, and may import all."""
 
-KNOWS_MODELS = {"models", "pipeline", "demo", "bench"}
+KNOWS_MODELS = {"models", "encoders", "pipeline", "demo", "bench"}
 """Parts that may import diffusers and transformers."""
 
 ASKS_ONLY = {"is_available", "is_initialized", "get_rank", "get_world_size"}

@@ -627,6 +627,17 @@ def draw_gather(draw: Draw) -> Case:
     return Case(torch.gather, (x, dim, index))
 
 
+@draws("embedding")
+def draw_embedding(draw: Draw) -> Case:
+    table = draw.operand(ndim=2)
+    index = torch.randint(table.shape[0], draw.pick((3,), (2, 3)))
+    if draw.chance(0.4):  # the indices are cut instead, or too
+        table = draw.tensor([5, 3]) if draw.chance(0.8) else table
+        blocks = draw.blocks()
+        index = draw.put(torch.randint(table.shape[0], (2, sum(blocks))), draw.shard_along(1, blocks))
+    return Case(F.embedding, (index, table))
+
+
 @draws("scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add", "index_add_")
 def draw_add_rows(draw: Draw) -> Case:
     x = draw.operand()
@@ -983,7 +994,8 @@ def keep(call: Call) -> Activation:
     ["__getitem__", "view", "cat", "stack", "split", "softmax", "flip", "sum", "linear", "layer_norm", "matmul",
      "einsum", "relu", "squeeze", "unsqueeze", "permute", "repeat", "repeat_interleave", "select", "pad", "group_norm",
      "vstack", "scatter_add", "index_add_",
-     "add", "add_", "__setitem__", "gather", "baddbmm", "conv2d", "interpolate", "scaled_dot_product_attention", "glu"],
+     "add", "add_", "__setitem__", "gather", "baddbmm", "conv2d", "interpolate", "scaled_dot_product_attention", "glu",
+     "embedding"],
 )  # fmt: skip
 def test_wrong_rule_is_noticed(name: str) -> None:
     with pytest.raises(AssertionError):

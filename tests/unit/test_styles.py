@@ -9,8 +9,10 @@ from shardwise.errors import ConfigError
 from shardwise.plan.layout import Replicated, Shard
 from shardwise.plan.styles import (
     STYLES,
+    ColwiseGatherOutputParallel,
     ColwiseParallel,
     DivideAttributes,
+    EmbeddingRowwiseParallel,
     PackedColwiseParallel,
     PackedRowwiseParallel,
     PerHead,
@@ -313,12 +315,14 @@ def test_is_count_takes_positive_integers_only(value: object, answer: bool) -> N
         ("colwise", ColwiseParallel),
         ("rowwise", RowwiseParallel),
         ("rowwise_split_input", RowwiseSplitInputParallel),
+        ("embedding_rowwise", EmbeddingRowwiseParallel),
+        ("colwise_gather_output", ColwiseGatherOutputParallel),
     ],
 )
 def test_P3_P4_P5_style_is_known_by_its_name(name: str, cls: type[Style]) -> None:
     assert type(as_style(name)) is cls
     assert as_style(name).label == f'"{name}"'
-    assert len(STYLES) == 5
+    assert len(STYLES) == 7
 
 
 @pytest.mark.parametrize("cls", [PackedColwiseParallel, PackedRowwiseParallel])

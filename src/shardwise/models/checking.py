@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
 from shardwise.runtime.shard import localized_twin, meta_twin
 
 logger = logging.getLogger(__name__)
+
+Inputs = Callable[[Any], dict[str, Any] | None]
 
 
 def check(
@@ -63,13 +65,17 @@ def check(
 class StaticCheck:
     """The check as part of sharding: before any weight is read, or else when the model is first called.
 
+    Args:
+        config: Whether a check is wanted at all.
+        inputs: Returns example inputs for a model, or None if there are none for its class.
+
     Attributes:
         report: What it found; None while it has not run.
     """
 
-    def __init__(self, config: TensorParallelConfig) -> None:
+    def __init__(self, config: TensorParallelConfig, inputs: Inputs = known_inputs) -> None:
         self.report: CheckReport | None = None
-        self._enabled = config.check
+        self._enabled, self._inputs = config.check, inputs
         self._later: tuple[nn.Module, ResolvedPlan] | None = None
 
     def before(self, model: nn.Module, plan: ResolvedPlan) -> None:
@@ -88,7 +94,7 @@ class StaticCheck:
             plan: What a plan means for it.
             mine: Whether this rank is the one to check: it takes seconds of each core, and all would find the same.
         """
-        inputs = known_inputs(model) if self._enabled else None
+        inputs = self._inputs(model) if self._enabled else None
         if self._enabled and inputs is None:
             self._later = (meta_twin(model), plan)
         if inputs is None or not mine:

@@ -19,7 +19,8 @@ from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError
 from shardwise.models.checking import StaticCheck
 from shardwise.models.lookup import model_class
-from shardwise.models.parallelism import LoadOptions, match, prepare
+from shardwise.models.options import LoadOptions
+from shardwise.models.parallelism import match, prepare
 from shardwise.models.saving import STEM
 from shardwise.plan.layout import Layout, Shard
 
@@ -52,10 +53,11 @@ def shard_folder(
     """
     where = Source(str(source), None, variant)
     cls = model_class(_config(Path(source)).get("_class_name", ""))
-    ready = prepare(cls, str(source), config, LoadOptions(variant=variant))
+    options = LoadOptions(variant=variant)
+    ready = prepare(cls, str(source), config, options)
     StaticCheck(config).before(ready.model, ready.plan)
     stamps = stamps_of(files := locate(where))
-    index, keys = match(ready.model, where, files)
+    index, keys = match(ready.model, where, files, options)
     names = [rank_file(STEM, variant, rank, config.tp_degree) for rank in range(config.tp_degree)]
     state = ready.model.state_dict()
     sources = {name: keys.sources[name] for name in state if name in keys.sources}

@@ -53,6 +53,9 @@ WIDTHS = ("inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
 HEAD_WIDTHS = ("head_dim", "dim_head", "dim_heads", "attention_head_dim", "d_head")
 """Attributes that hold the width of one head, which no degree changes."""
 
+_ORDINALS = ("layer_idx", "layer_id")
+"""Attributes that say which of the blocks an attention is in: one of them equals any number of heads."""
+
 CONFIG_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 CONFIG_HEADS = ("num_attention_heads", *CONFIG_KEY_HEADS)
 """Entries of a model's config that count heads."""
@@ -174,9 +177,9 @@ def derive(owners: Iterable[Owner], shared: Mapping[str, int]) -> Iterator[tuple
     for owner in owners:
         if not owner.reads_heads:
             continue
-        if not owner.is_settled and any(name in HEAD_COUNTS for name in owner.counts):
-            own = vars(owner.module) if owner.path in shared else {}
-            groups = (name for name in QUERIES_PER_KEY if is_count(own.get(name)))
+        own = vars(owner.module) if owner.path in shared else {}
+        groups = [name for name in QUERIES_PER_KEY if is_count(own.get(name))]
+        if not owner.is_settled and (groups or any(name in HEAD_COUNTS for name in owner.counts)):
             yield owner.path, owner.key, DivideAttributes(*owner.counts, *groups)
         for path in _per_head_modules(owner):
             if path not in owner.planned:
@@ -282,7 +285,8 @@ def _unclear(owner: Owner) -> StyleFault | None:
 def _unknown_count(owner: Owner) -> str | None:
     """Return an integer attribute that equals the number of heads which the projections show."""
     heads = {_heads_of(owner, path) for path in owner.projections} - {None}
-    own = {n: v for n, v in vars(owner.module).items() if is_count(v) and n not in (*HEAD_WIDTHS, *WIDTHS)}
+    known = (*HEAD_WIDTHS, *WIDTHS, *QUERIES_PER_KEY, *_ORDINALS)
+    own = {n: v for n, v in vars(owner.module).items() if is_count(v) and n not in known}
     return next((name for name, value in own.items() if value in heads), None)
 
 

@@ -2,7 +2,8 @@
 
 A model's buffers (rotary tables, frequencies) are in no checkpoint, so they must be real, while its weights
 must not take memory before a rank's slice of them is known. Unlike accelerate's `init_empty_weights`, weights
-that are tied stay tied, and a Linear or a convolution never allocates its full weight, not even for a moment.
+that are tied stay tied, and a Linear, an embedding or a convolution never allocates its full weight, not even for a
+moment.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ def meta_parameters() -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(nn.Module, "register_parameter", register_on_meta))
-        for cls in (nn.Linear, *CONVOLUTIONS):
+        for cls in (nn.Linear, nn.Embedding, *CONVOLUTIONS):
             patches.enter_context(mock.patch.object(cls, "__init__", _on_meta(cls.__init__)))
-        for base in (nn.Linear, _ConvNd):  # there is nothing to draw, and that would take most of the time
+        for base in (
+            nn.Linear,
+            nn.Embedding,
+            _ConvNd,
+        ):  # there is nothing to draw, and that would take most of the time
             patches.enter_context(mock.patch.object(base, "reset_parameters", return_value=None))
         yield
 

@@ -3,7 +3,7 @@
 A style states which modules it takes, how their parameters are cut, which integer attributes become local,
 and which runtime class does the work. The loader, the runtime and the reports ask the style; nobody else
 branches on what kind a style is. Adding a style is adding a class here (or in `plan.linears`, `plan.slices`,
-`plan.experts`) and its runtime half in `runtime.modules.LOCAL_CLASSES`.
+`plan.vocabulary`, `plan.experts`) and its runtime half in `runtime.modules.LOCAL_CLASSES`.
 
 Uses `torch.nn` to recognise modules, and nothing of a process group.
 """
@@ -32,13 +32,16 @@ from shardwise.plan.linears import (
 )
 from shardwise.plan.slices import GatherOutput, SliceInput, SliceOutput, SliceParameter
 from shardwise.plan.style import Style, StyleFault, indivisible_heads, is_count
+from shardwise.plan.vocabulary import ColwiseGatherOutputParallel, EmbeddingRowwiseParallel
 
 __all__ = [
     "STYLES",
     "AcrossHeadNorm",
+    "ColwiseGatherOutputParallel",
     "ColwiseParallel",
     "DepthwiseParallel",
     "DivideAttributes",
+    "EmbeddingRowwiseParallel",
     "GatherOutput",
     "IfPresent",
     "LinearStyle",
@@ -251,6 +254,8 @@ STYLES: dict[str, Style] = {
         RowwiseSplitInputParallel(),
         DepthwiseParallel(),
         AcrossHeadNorm(),
+        EmbeddingRowwiseParallel(),
+        ColwiseGatherOutputParallel(),
     )
 }
 """The styles that a plan may name by a string."""

@@ -29,6 +29,7 @@ from shardwise.runtime.norms import LocalNorm
 from shardwise.runtime.slices import InputSlice, OutputSlice
 from shardwise.runtime.state import Refusal
 from shardwise.runtime.together import Together
+from shardwise.runtime.vocabulary import Vocabulary
 
 
 class LocalLayer(nn.Module):
@@ -191,6 +192,20 @@ class RowwiseSplitInput(Rowwise):
         return split(input, dim, self.tp_spans, self.tp_group)
 
 
+class ColwiseGather(Colwise):
+    """A `Colwise` layer behind which every rank has the whole output (..., out)."""
+
+    def leave(self, output: Tensor) -> Tensor:
+        """Return the output features of all ranks, put together; one all-reduce."""
+        (span,) = self.tp_spans
+        return gather(output, span, self.tp_shard, self.tp_group)
+
+
+def gather(own: Tensor, span: Span, shard: Shard, group: TensorParallelGroup) -> Tensor:
+    """Return the whole of which each rank has a span of the last dim: each lays it into zeros, and the sum is taken."""
+    return leave_layer(pad(own, (span.start, shard.size - span.stop)), group)
+
+
 class Depthwise(LocalLayer):
     """Holds the filters of some channels: maps a slice of the channels to the same slice of the output."""
 
@@ -207,10 +222,15 @@ class RowwiseSplitInputLinear(RowwiseSplitInput, nn.Linear):
     """A `RowwiseSplitInput` layer of a Linear."""
 
 
+class ColwiseGatherLinear(ColwiseGather, nn.Linear):
+    """A `ColwiseGather` layer of a Linear."""
+
+
 _LAYERS: dict[type[LocalLayer], dict[type[nn.Module], type[LocalLayer]]] = {
     Colwise: {nn.Linear: ColwiseLinear},
     Rowwise: {nn.Linear: RowwiseLinear},
     RowwiseSplitInput: {nn.Linear: RowwiseSplitInputLinear},
+    ColwiseGather: {nn.Linear: ColwiseGatherLinear},
     Depthwise: {},
 }
 for _half, _classes in _LAYERS.items():
@@ -259,7 +279,7 @@ class OutputGather:
         (span,) = self.shard.spans(self.group.rank, self.group.degree)
         if not isinstance(output, Tensor) or output.shape[-1] != span.length:
             return output
-        return leave_layer(pad(output, (span.start, self.shard.size - span.stop)), self.group)
+        return gather(output, span, self.shard, self.group)
 
 
 @dataclass(frozen=True)
@@ -312,6 +332,8 @@ LOCAL_CLASSES: dict[type[styles.Style], type[RuntimeHalf]] = {
     styles.RowwiseParallel: Rowwise,
     styles.PackedRowwiseParallel: Rowwise,
     styles.RowwiseSplitInputParallel: RowwiseSplitInput,
+    styles.ColwiseGatherOutputParallel: ColwiseGather,
+    styles.EmbeddingRowwiseParallel: Vocabulary,
     styles.DepthwiseParallel: Depthwise,
     styles.PackedDepthwiseParallel: Depthwise,
     styles.AcrossHeadNorm: LocalNorm,

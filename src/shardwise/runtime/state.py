@@ -26,6 +26,7 @@ REFUSED = {
     "save_lora_adapter": "each rank holds its part of the adapter; save it from a model that is not sharded",
     "_load_ip_adapter_weights": "its keys and values are whole, and each rank holds some of the heads; "
     "load the IP adapter before sharding, into the model in memory, and shard it with enable_parallelism",
+    "resize_token_embeddings": "each rank holds some rows of the vocabulary; resize it before sharding, and save it",
     "fuse_qkv_projections": "the fused weight would not be covered by the plan",
 }
 """Methods of diffusers' and transformers' models -> why they are refused on a sharded one, and what to do instead."""

@@ -149,6 +149,27 @@ def gather(call: Call) -> Result:
     return result
 
 
+@rule("embedding")
+def embedding(call: Call) -> Result:
+    """Cut what is looked up as the columns of the table are, or as the indices into a whole table are."""
+    index, table = call.argument(0, "input"), call.argument(1, "weight")
+    where, cut = call.layout(index), call.layout(table)
+    for t, layout in ((index, where), (table, cut)):
+        if isinstance(layout, Partial):
+            raise refuse_partial(call, t)
+    if not isinstance(cut, Shard):
+        return where
+    if isinstance(where, Shard):
+        raise Mismatch(
+            f"{call.name} is given indices and a table that are both cut, from {call.source(index)} "
+            f"and {call.source(table)}",
+            f"leave {call.source(index)} whole",
+            KeepWhole(call.made_by(index), call.name),
+        )
+    keep_whole(call, table, cut, [0], "picks rows along")
+    return cut.at(index.ndim)
+
+
 # ---------------------------------------------------------------- x[...]
 
 

@@ -1,0 +1,58 @@
+"""Tiny text encoders of transformers' classes: random, written to a folder, and what they make of tokens."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardwise import encoders
+from tests.helpers import randomize
+
+ENCODERS = sorted(encoders.FAMILIES)
+
+
+def family(name: str) -> Any:
+    """Return the module of an encoder's architecture."""
+    return import_module(f"shardwise.encoders.families.{encoders.FAMILIES[name]}")
+
+
+def cases() -> list[tuple[str, str]]:
+    """Return (class, case) for each tiny configuration."""
+    return [(name, case) for name in ENCODERS for case in family(name).TINY_CONFIGS[name]]
+
+
+def tiny_encoder(name: str, case: str = "", **config: Any) -> Any:
+    """Return a tiny random model of transformers' class of this name."""
+    cls = getattr(transformers, name)
+    return randomize(cls(cls.config_class(**{**family(name).TINY_CONFIGS[name][case], **config})))
+
+
+def save_encoder(name: str, folder: Path, case: str = "", **config: Any) -> Any:
+    """Write a tiny model as transformers would, and return it."""
+    model = tiny_encoder(name, case, **config)
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens(model: Any, batch: int = 3, length: int = 7) -> dict[str, Tensor]:
+    """Return tokens from the whole vocabulary, and a mask by which two texts are shorter than the others."""
+    generator = torch.Generator().manual_seed(0)
+    size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, size, (batch, length), generator=generator)
+    ids[0, :4] = torch.tensor([0, size // 4, size // 2, size - 1])  # each of four ranks has one
+    mask = torch.ones_like(ids)
+    mask[1, 5:], mask[2, 3:] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def encoded(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Return all that a pipeline may read: the outputs, and every entry of `hidden_states`."""
+    output = model(**inputs, output_hidden_states=True)
+    found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+    return found | {f"hidden_states.{i}": state for i, state in enumerate(output.hidden_states)}
