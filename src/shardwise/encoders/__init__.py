@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.encoders.families.gemma import Gemma2Model, Gemma3ForConditionalGeneration, Gemma3TextModel
+    from shardwise.encoders.families.glm import GlmModel
     from shardwise.encoders.families.llama import (
         LlamaForCausalLM,
         LlamaModel,
@@ -17,19 +19,33 @@ if TYPE_CHECKING:
         MistralForCausalLM,
         MistralModel,
     )
+    from shardwise.encoders.families.mistral3 import Mistral3ForConditionalGeneration
     from shardwise.encoders.families.qwen import Qwen2ForCausalLM, Qwen2Model, Qwen3ForCausalLM, Qwen3Model
+    from shardwise.encoders.families.qwen_vl import (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLModel,
+    )
     from shardwise.encoders.families.t5 import T5EncoderModel, UMT5EncoderModel
 
 FAMILIES = {
+    "Gemma2Model": "gemma",
+    "Gemma3ForConditionalGeneration": "gemma",
+    "Gemma3TextModel": "gemma",
+    "GlmModel": "glm",
     "LlamaForCausalLM": "llama",
     "LlamaModel": "llama",
     "Ministral3ForCausalLM": "llama",
+    "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "llama",
     "MistralModel": "llama",
     "Qwen2ForCausalLM": "qwen",
     "Qwen2Model": "qwen",
+    "Qwen2_5_VLForConditionalGeneration": "qwen_vl",
     "Qwen3ForCausalLM": "qwen",
     "Qwen3Model": "qwen",
+    "Qwen3VLForConditionalGeneration": "qwen_vl",
+    "Qwen3VLModel": "qwen_vl",
     "T5EncoderModel": "t5",
     "UMT5EncoderModel": "t5",
 }
@@ -37,15 +53,23 @@ FAMILIES = {
 
 __all__ = [
     "FAMILIES",
+    "Gemma2Model",
+    "Gemma3ForConditionalGeneration",
+    "Gemma3TextModel",
+    "GlmModel",
     "LlamaForCausalLM",
     "LlamaModel",
     "Ministral3ForCausalLM",
+    "Mistral3ForConditionalGeneration",
     "MistralForCausalLM",
     "MistralModel",
     "Qwen2ForCausalLM",
     "Qwen2Model",
+    "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3Model",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLModel",
     "T5EncoderModel",
     "UMT5EncoderModel",
 ]
