@@ -190,6 +190,11 @@ def test_attention_that_splits_by_head_width_needs_no_head_count(name: str) -> N
     assert divided(Model(Attention(**{name: 3})), QKV) == {}
 
 
+@pytest.mark.parametrize("name", ["layer_idx", "layer_id", "num_key_value_groups"])
+def test_number_of_a_block_or_of_queries_per_key_is_not_taken_for_heads(name: str) -> None:
+    assert divided(Model(Attention(head_dim=3, **{name: 8})), QKV) == {}
+
+
 def test_fix_of_heads_not_found_names_every_block_at_once() -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList(Model(Attention()) for _ in range(3))
@@ -285,6 +290,14 @@ def test_copies_need_no_entry_where_the_head_width_is_an_attribute(degree: int) 
     assert resolved.layouts["attn.to_k.weight"].copies == degree // 2
     (attention,) = (m for m in resolved.modules if m.path == "attn")
     assert attention.values(0, degree) == {"heads": 8 // degree, "kv_heads": 1}
+
+
+def test_groups_are_divided_also_where_no_attribute_counts_heads() -> None:
+    attn = Attention(head_dim=3, num_key_value_groups=4)
+    attn.to_k, attn.to_v = nn.Linear(24, 6), nn.Linear(24, 6)
+    model = Model(attn)
+    assert divided(model, QKV, 4) == {"attn": {"num_key_value_groups": 2}}
+    assert divided(model, QKV, 2) == {}
 
 
 def test_groups_are_divided_only_where_key_heads_are_held_in_copies() -> None:

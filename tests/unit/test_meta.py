@@ -113,6 +113,12 @@ def test_convolution_never_allocates_its_weight(cls: type[nn.Conv1d | nn.Conv2d 
     assert (convolution.weight.is_meta, convolution.stride[0], convolution.bias) == (True, 2, None)
 
 
+def test_embedding_never_allocates_its_weight() -> None:
+    embedding = build(lambda: nn.Embedding(TERABYTES, TERABYTES, 3))
+    assert (embedding.weight.is_meta, tuple(embedding.weight.shape)) == (True, (TERABYTES, TERABYTES))
+    assert embedding.padding_idx == 3
+
+
 def test_linear_takes_the_arguments_it_always_takes() -> None:
     linear = build(lambda: nn.Linear(3, 5, False, dtype=torch.bfloat16))
     assert (linear.in_features, linear.out_features, linear.bias) == (3, 5, None)

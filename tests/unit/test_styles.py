@@ -306,6 +306,39 @@ def test_is_count_takes_positive_integers_only(value: object, answer: bool) -> N
     assert is_count(value) is answer
 
 
+# ---------------------------------------------------------------- vocabularies
+
+
+def test_vocabulary_is_cut_by_rows_and_summed() -> None:
+    style, module = EmbeddingRowwiseParallel(), nn.Embedding(12, 5)
+    assert style.layouts(module) == {"weight": Shard(0, (12,))}
+    assert (local(style, module, 4), style.sums(module)) == ({"num_embeddings": 3}, 1)
+    assert (style.needs(module, 2), style.leaves(module, (2, 3, 5))) == (Replicated(), Replicated())
+
+
+@pytest.mark.parametrize("module", [nn.Linear(5, 12), nn.Embedding(12, 5, max_norm=1.0), nn.LayerNorm(12)])
+def test_vocabulary_is_a_plain_table(module: nn.Module) -> None:
+    with pytest.raises(StyleFault, match="shards an nn"):
+        EmbeddingRowwiseParallel().layouts(module)
+
+
+def test_scores_of_all_tokens_are_cut_like_the_vocabulary_and_left_whole() -> None:
+    style, module = ColwiseGatherOutputParallel(), linear(5, 12, bias=False)
+    assert style.layouts(module) == EmbeddingRowwiseParallel().layouts(nn.Embedding(12, 5))
+    assert (style.leaves(module, (2, 12)), style.leaves_shard, style.sums(module)) == (Replicated(), False, 1)
+
+
+@pytest.mark.parametrize(
+    ("style", "module"),
+    [(EmbeddingRowwiseParallel(), nn.Embedding(13, 5)), (ColwiseGatherOutputParallel(), nn.Linear(5, 13))],
+    ids=label,
+)
+def test_vocabulary_that_the_degree_does_not_divide_may_stay_whole(style: Style, module: nn.Module) -> None:
+    assert style.may_stay_whole
+    assert [fault.kind.removeprefix("Indivisible") for fault in style.faults(module, 2)] != []
+    assert list(style.faults(module, 13)) == []
+
+
 # ---------------------------------------------------------------- what a plan may write
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from shardwise.checkpoint.report import LoadReport
 from shardwise.config import TensorParallelConfig
 from shardwise.encoders.options import EncoderOptions
+from shardwise.errors import UnsupportedOption
 from shardwise.models.parallelism import as_config, enable_parallelism, load_sharded
 from shardwise.plan.resolve import Plan
 
@@ -59,9 +60,14 @@ class EncoderMixin:
         if config.tp_degree == 1:
             loader: Any = super()
             return loader.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if args:
+            raise UnsupportedOption(
+                f"{cls.__name__}.from_pretrained takes no arguments by position beside the location when it loads "
+                "slices: pass them by name"
+            )
         return load_sharded(cls, pretrained_model_name_or_path, config, kwargs, EncoderOptions)
 
     def enable_parallelism(self, *, config: TensorParallelConfig, plan: Plan | None = None) -> None:
         """Shard this model, which is in memory; see `shardwise.enable_parallelism` for what it costs."""
         assert isinstance(self, nn.Module)
-        enable_parallelism(self, config=config, plan=plan or config.plan or self.sharding_plan)
+        enable_parallelism(self, config=config, plan=plan)

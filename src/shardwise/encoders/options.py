@@ -18,7 +18,6 @@ from transformers.initialization import no_init_weights
 from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.load import DtypeRule
 from shardwise.checkpoint.report import LoadReport
-from shardwise.config import TensorParallelConfig
 from shardwise.encoders.inputs import example_inputs
 from shardwise.encoders.keys import model_names
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
@@ -33,7 +32,6 @@ from shardwise.models.options import (
     without_refused,
 )
 from shardwise.plan.meta import meta_parameters
-from shardwise.plan.resolve import Plan
 from shardwise.runtime.shard import assign
 
 
@@ -60,10 +58,6 @@ class EncoderOptions(LoadOptions):
                 f"dtype must be 'auto' or a floating torch.dtype such as torch.bfloat16, got {dtype!r}"
             )
         return cls.sorted(dtype, rest)
-
-    def plan(self, model: Any, config: TensorParallelConfig) -> Plan:
-        """Return the plan for a model: the config's, or that of its class."""
-        return config.plan if config.plan is not None else type(model).sharding_plan
 
     def build(self, cls: Any, location: Any) -> Any:
         """Return a model without weights, its configuration saying the dtype that it will have.
@@ -131,10 +125,12 @@ class EncoderOptions(LoadOptions):
 
     def finish(self, model: Any, location: Any, report: LoadReport) -> None:
         """Leave on a model what `from_pretrained` does."""
-        for target, source in _tied(model):
+        for target, source in list(_tied(model)):
             held, other = model.get_parameter(target), model.get_parameter(source)
             if held is not other and torch.equal(held, other):
                 assign(model, {target: other})
+            elif held is not other:
+                model.all_tied_weights_keys.pop(target)  # or a later tie_weights() would
         vars(model)["load_report"] = report
         model.config._name_or_path = str(location)
         model.eval()

@@ -18,16 +18,13 @@ from shardwise.checkpoint.files import Source
 from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.load import Arrival, DtypeRule
 from shardwise.checkpoint.report import LoadReport
-from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError, UnsupportedOption
 from shardwise.models.lookup import example_inputs as known_inputs
 from shardwise.models.lora import allow as allow_lora
 from shardwise.models.offload import allow as allow_offload
-from shardwise.models.planning import choose_plan
 from shardwise.models.quantization import Quantization, refusal
 from shardwise.models.saving import STEM, let_save
 from shardwise.plan.meta import meta_parameters
-from shardwise.plan.resolve import Plan
 
 _HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 
@@ -94,10 +91,6 @@ class LoadOptions:
             hub={name: rest.pop(name) for name in _HUB_OPTIONS if rest.get(name) is not None},
             model={name: value for name, value in rest.items() if name not in _HUB_OPTIONS},
         )
-
-    def plan(self, model: Any, config: TensorParallelConfig) -> Plan:
-        """Return the plan for a model."""
-        return choose_plan(model, config)
 
     def build(self, cls: Any, location: Any) -> Any:
         """Return a model without weights.

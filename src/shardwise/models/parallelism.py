@@ -221,7 +221,7 @@ def prepare(cls: Any, location: Any, config: TensorParallelConfig, options: Load
         PlanError: the plan does not fit the model at this degree.
     """
     model = options.build(cls, location)
-    resolved = resolve(model, options.plan(model, config), config.tp_degree, uneven=config.uneven)
+    resolved = resolve(model, choose_plan(model, config), config.tp_degree, uneven=config.uneven)
     if options.quantization is not None:
         options.quantization.check(resolved)
     return Prepared(model, resolved)

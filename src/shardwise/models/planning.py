@@ -25,16 +25,19 @@ logger = logging.getLogger(__name__)
 def declared_plan(cls: type) -> Plan | None:
     """Return the plan of a model class: its own, or that of the class of this name in `shardwise.models`.
 
+    That of a class of transformers is for its own tensor parallelism; a class of `shardwise.encoders` has another.
+
     Raises:
         PlanError: what it declares is no plan.
     """
     from shardwise import models  # this module is part of it
 
-    own = getattr(cls, "_tp_plan", None)
+    theirs = cls.__module__.startswith("transformers.")
+    own = getattr(cls, "sharding_plan", None if theirs else getattr(cls, "_tp_plan", None))
     if cls.__module__.startswith("diffusers.") and cls.__name__ in models.FAMILIES:
         own = getattr(models, cls.__name__)._tp_plan
     if own is not None and not isinstance(own, Mapping):
-        message = f"_tp_plan is a {type(own).__name__}"
+        message = f"its plan is a {type(own).__name__}"
         raise PlanError(
             [Finding("NoPlan", cls.__name__, message, "make it a dict of module pattern -> style")]
         )

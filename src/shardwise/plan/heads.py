@@ -178,9 +178,10 @@ def derive(owners: Iterable[Owner], shared: Mapping[str, int]) -> Iterator[tuple
         if not owner.reads_heads:
             continue
         own = vars(owner.module) if owner.path in shared else {}
-        groups = [name for name in QUERIES_PER_KEY if is_count(own.get(name))]
-        if not owner.is_settled and (groups or any(name in HEAD_COUNTS for name in owner.counts)):
-            yield owner.path, owner.key, DivideAttributes(*owner.counts, *groups)
+        counts = owner.counts if any(name in HEAD_COUNTS for name in owner.counts) else {}
+        names = [*counts, *(name for name in QUERIES_PER_KEY if is_count(own.get(name)))]
+        if names and not owner.is_settled:
+            yield owner.path, owner.key, DivideAttributes(*names)
         for path in _per_head_modules(owner):
             if path not in owner.planned:
                 yield path, owner.key, PerHead()
