@@ -5,30 +5,30 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import TensorParallelConfig
 from shardwise.demo import demo_model_path
 from shardwise.errors import ShardwiseError
-from shardwise.plan.styles import (
-    DivideAttributes,
-    IfPresent,
-    PackedColwiseParallel,
-    PackedDepthwiseParallel,
-    PackedRowwiseParallel,
-    SliceExperts,
-    SliceInput,
-    SliceOutput,
-    SliceParameter,
-    SumOnce,
-)
-from shardwise.runtime.placement import placement
 
 if TYPE_CHECKING:
+    from shardwise.config import TensorParallelConfig
     from shardwise.models.checking import check
     from shardwise.models.decode import spread_decode
     from shardwise.models.inference import infer
     from shardwise.models.mixin import TensorParallelMixin
     from shardwise.models.parallelism import enable_parallelism
     from shardwise.models.planning import estimate
+    from shardwise.plan.styles import (
+        DivideAttributes,
+        IfPresent,
+        PackedColwiseParallel,
+        PackedDepthwiseParallel,
+        PackedRowwiseParallel,
+        SliceExperts,
+        SliceInput,
+        SliceOutput,
+        SliceParameter,
+        SumOnce,
+    )
+    from shardwise.runtime.placement import placement
     from shardwise.verification import verify
 
 __version__ = "0.1.0"
@@ -60,19 +60,31 @@ __all__ = [
 
 
 _ON_DEMAND = {
+    "DivideAttributes": "shardwise.plan.styles",
+    "IfPresent": "shardwise.plan.styles",
+    "PackedColwiseParallel": "shardwise.plan.styles",
+    "PackedDepthwiseParallel": "shardwise.plan.styles",
+    "PackedRowwiseParallel": "shardwise.plan.styles",
+    "SliceExperts": "shardwise.plan.styles",
+    "SliceInput": "shardwise.plan.styles",
+    "SliceOutput": "shardwise.plan.styles",
+    "SliceParameter": "shardwise.plan.styles",
+    "SumOnce": "shardwise.plan.styles",
+    "TensorParallelConfig": "shardwise.config",
     "TensorParallelMixin": "shardwise.models.mixin",
     "check": "shardwise.models.checking",
     "enable_parallelism": "shardwise.models.parallelism",
     "estimate": "shardwise.models.planning",
     "infer": "shardwise.models.inference",
+    "placement": "shardwise.runtime.placement",
     "spread_decode": "shardwise.models.decode",
     "verify": "shardwise.verification",
 }
-"""What belongs to the diffusers side, whose import takes seconds -> where it is."""
+"""Public name -> where it is. Importing torch takes seconds, and a launcher of ranks needs none of it."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import what belongs to the diffusers side when it is first asked for."""
+    """Import what is asked for when it is first asked for."""
     if name not in _ON_DEMAND:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     return getattr(import_module(_ON_DEMAND[name]), name)

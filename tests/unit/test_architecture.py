@@ -40,7 +40,7 @@ KNOWS_MODELS = {"models", "encoders", "pipeline", "demo", "bench"}
 ASKS_ONLY = {"is_available", "is_initialized", "get_rank", "get_world_size"}
 """Functions of torch.distributed that need no other rank."""
 TALKS = {
-    "launch.py": {"init_process_group", "destroy_process_group", "elastic_launch"},
+    "launch/group.py": {"init_process_group", "destroy_process_group"},
     "bench/diffusers_tp.py": {"from_local"},
     "bench/ranks.py": {"init_process_group", "barrier"},
     "bench/steps.py": {"barrier"},
