@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import TensorParallelConfig
+from shardwise.config import ParallelConfig, TensorParallelConfig
 from shardwise.demo import demo_model_path
 from shardwise.errors import ShardwiseError
 from shardwise.plan.styles import (
@@ -20,6 +20,8 @@ from shardwise.plan.styles import (
     SliceParameter,
     SumOnce,
 )
+from shardwise.runtime.branches import spread_guidance
+from shardwise.runtime.mesh import init_mesh
 from shardwise.runtime.placement import placement
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ __all__ = [
     "PackedColwiseParallel",
     "PackedDepthwiseParallel",
     "PackedRowwiseParallel",
+    "ParallelConfig",
     "ShardwiseError",
     "SliceExperts",
     "SliceInput",
@@ -52,7 +55,9 @@ __all__ = [
     "enable_parallelism",
     "estimate",
     "infer",
+    "init_mesh",
     "placement",
+    "spread_guidance",
     "verify",
 ]
 
