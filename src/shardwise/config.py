@@ -154,4 +154,4 @@ class ParallelConfig:
     def __str__(self) -> str:
         """Return the degrees above 1, e.g. `cfg=2 x tp=2`."""
         degrees = zip(PARALLEL_AXES, self.shape, strict=True)
-        return " x ".join(f"{axis}={degree}" for axis, degree in degrees if degree > 1) or "one rank"
+        return " x ".join(f"{axis}={degree}" for axis, degree in degrees if degree > 1) or "no degree above 1"

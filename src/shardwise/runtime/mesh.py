@@ -32,7 +32,8 @@ def init_mesh(config: ParallelConfig, device_type: str | None = None) -> DeviceM
     ranks = dist.get_world_size()
     if config.size != ranks:
         raise GroupError(
-            f"{config} means {config.size} ranks, and there are {ranks}: {_what_fits(config, ranks)}"
+            f"there are {ranks} ranks, and the product of the degrees is {config.size} ({config}): "
+            f"{_what_fits(config, ranks)}"
         )
     device_type = device_type or default_device_type()
     if config.ring > 1 and device_type == "cpu":
@@ -66,7 +67,7 @@ def ranks_along(mesh: DeviceMesh, axis: str) -> TensorParallelGroup:
 
 def _what_fits(config: ParallelConfig, ranks: int) -> str:
     """Return what would fit the number of ranks there are."""
-    fits = f"start {config.size} processes"
+    fits = f"start {config.size} process{'es' if config.size > 1 else ''}"
     replicas, left = divmod(ranks * config.dp, config.size)
     if left == 0:
         fits += f", or set dp={replicas}"

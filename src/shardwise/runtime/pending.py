@@ -149,7 +149,7 @@ class Pending(Tensor):
         self.awaited.settle()
         return self.buffer
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return the values, or before the exchange what is known: printing on one rank must not wait for others."""
         if self.awaited.settled:
             return repr(self.buffer)
