@@ -18,7 +18,12 @@ import pytest
 START_SECONDS = 120
 CALL_SECONDS = 240
 COLLECTIVE_SECONDS = 60
-IMPORTED_ONCE = ["diffusers.loaders.peft", "shardwise.models.parallelism", "tests.helpers", "transformers.modeling_utils"]
+IMPORTED_ONCE = [
+    "diffusers.loaders.peft",
+    "shardwise.models.parallelism",
+    "tests.helpers",
+    "transformers.modeling_utils",
+]
 """What every rank needs, and would take seconds to import in each."""
 
 

@@ -9,7 +9,7 @@ from shardwise.demo import demo_model_path
 from shardwise.errors import ShardwiseError
 
 if TYPE_CHECKING:
-    from shardwise.config import TensorParallelConfig
+    from shardwise.config import ParallelConfig, TensorParallelConfig
     from shardwise.models.checking import check
     from shardwise.models.decode import spread_decode
     from shardwise.models.inference import infer
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         SliceParameter,
         SumOnce,
     )
+    from shardwise.runtime.branches import spread_guidance
+    from shardwise.runtime.mesh import init_mesh
     from shardwise.runtime.placement import placement
     from shardwise.verification import verify
 
@@ -39,6 +41,7 @@ __all__ = [
     "PackedColwiseParallel",
     "PackedDepthwiseParallel",
     "PackedRowwiseParallel",
+    "ParallelConfig",
     "ShardwiseError",
     "SliceExperts",
     "SliceInput",
@@ -53,8 +56,10 @@ __all__ = [
     "enable_parallelism",
     "estimate",
     "infer",
+    "init_mesh",
     "placement",
     "spread_decode",
+    "spread_guidance",
     "verify",
 ]
 
@@ -65,6 +70,7 @@ _ON_DEMAND = {
     "PackedColwiseParallel": "shardwise.plan.styles",
     "PackedDepthwiseParallel": "shardwise.plan.styles",
     "PackedRowwiseParallel": "shardwise.plan.styles",
+    "ParallelConfig": "shardwise.config",
     "SliceExperts": "shardwise.plan.styles",
     "SliceInput": "shardwise.plan.styles",
     "SliceOutput": "shardwise.plan.styles",
@@ -76,8 +82,10 @@ _ON_DEMAND = {
     "enable_parallelism": "shardwise.models.parallelism",
     "estimate": "shardwise.models.planning",
     "infer": "shardwise.models.inference",
+    "init_mesh": "shardwise.runtime.mesh",
     "placement": "shardwise.runtime.placement",
     "spread_decode": "shardwise.models.decode",
+    "spread_guidance": "shardwise.runtime.branches",
     "verify": "shardwise.verification",
 }
 """Public name -> where it is. Importing torch takes seconds, and a launcher of ranks needs none of it."""

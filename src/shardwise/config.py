@@ -1,4 +1,4 @@
-"""What the user chose: the degree of tensor parallelism and, optionally, the ranks that take part.
+"""What the user chose: how models are sharded, over which ranks, and what other ranks there are for.
 
 Holds no live state: process groups, ranks and devices belong to `runtime.group`.
 """
@@ -6,7 +6,8 @@ Holds no live state: process groups, ranks and devices belong to `runtime.group`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,3 +85,73 @@ class TensorParallelConfig:
             "this is shardwise's TensorParallelConfig, and the model's class is diffusers' own: import the class "
             "from shardwise.models, or call shardwise.enable_parallelism(model, config=...)"
         )
+
+
+PARALLEL_AXES = ("dp", "cfg", "ring", "ulysses", "tp")
+"""Axes of the mesh that a `ParallelConfig` means; the ranks of the last are neighbours, who send the most."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks share the work of one pipeline; the product of all degrees is the number of ranks.
+
+    Args:
+        tp: Tensor parallelism: ranks that each hold a slice of the weights.
+        cfg: Ranks that each compute some of the branches of classifier-free guidance; 2, for two branches.
+        dp: Data parallelism: replicas that each draw some of the prompts.
+        ulysses: Ranks that each hold a part of the sequence, and some of the heads inside an attention.
+        ring: Ranks that each hold a part of the sequence, whose keys and values go round. Not on CPUs.
+        tensor: What else is to be known of tensor parallelism; its degree and mesh are left out.
+
+    Raises:
+        ConfigError: a degree is not a positive integer, or `tensor` has a degree or mesh of its own.
+    """
+
+    tp: int = 1
+    cfg: int = 1
+    dp: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    tensor: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+
+    def __post_init__(self) -> None:
+        """Check each field by itself; whether there are as many ranks is known when there are any."""
+        for axis in PARALLEL_AXES:
+            degree = getattr(self, axis)
+            if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+                raise ConfigError(f"{axis} must be a positive integer, got {degree!r}")
+        if not isinstance(self.tensor, TensorParallelConfig):
+            raise ConfigError(f"tensor must be a TensorParallelConfig, got {type(self.tensor).__name__}")
+        if self.tensor.tp_degree != 1 or self.tensor.mesh is not None:
+            raise ConfigError(
+                "tensor says how weights are sharded, and tp over how many ranks: leave tp_degree and mesh out of it"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The degrees, in the order of `PARALLEL_AXES`."""
+        return tuple(getattr(self, axis) for axis in PARALLEL_AXES)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks: the product of all degrees."""
+        return prod(self.shape)
+
+    def tensor_parallel(self, mesh: DeviceMesh | None = None) -> TensorParallelConfig:
+        """Return what models are loaded with: `tensor`, over the axis "tp" of `shardwise.init_mesh(config)`.
+
+        Raises:
+            ConfigError: `tp` is above 1 and there is no mesh, or one without that axis.
+        """
+        if self.tp == 1:
+            return self.tensor
+        if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
+            raise ConfigError(
+                f'tp={self.tp} needs a mesh with an axis "tp", got {mesh}: pass that of shardwise.init_mesh(config)'
+            )
+        return replace(self.tensor, mesh=mesh["tp"] if mesh.ndim > 1 else mesh)
+
+    def __str__(self) -> str:
+        """Return the degrees above 1, e.g. `cfg=2 x tp=2`."""
+        degrees = zip(PARALLEL_AXES, self.shape, strict=True)
+        return " x ".join(f"{axis}={degree}" for axis, degree in degrees if degree > 1) or "no degree above 1"

@@ -1,7 +1,7 @@
 """The exceptions a user can meet, and the finding that most of them carry.
 
     ShardwiseError
-    ├── ConfigError          (ValueError)           a TensorParallelConfig that cannot be meant
+    ├── ConfigError          (ValueError)           a config that cannot be meant
     ├── PlanError            (ValueError)           a plan that does not fit the model; carries *all* findings
     ├── UnsupportedOption    (ValueError)           a loading option that tensor parallelism cannot honour
     ├── UnsupportedState     (RuntimeError)         a model in a state that cannot be sharded
@@ -25,7 +25,7 @@ class ShardwiseError(Exception):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A `TensorParallelConfig` that contradicts itself, or is not one."""
+    """A `TensorParallelConfig` or `ParallelConfig` that contradicts itself, or is not one, or not on these devices."""
 
 
 class UnsupportedOption(ShardwiseError, ValueError):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise import TensorParallelConfig, enable_parallelism
-from shardwise.errors import GroupError
+from shardwise import ParallelConfig, TensorParallelConfig, enable_parallelism, init_mesh
+from shardwise.errors import ConfigError, GroupError
+from shardwise.runtime.mesh import ranks_along
 from tests import tolerances
 from tests.helpers import outputs, randomize, relative_error
 from tests.pool import Pool
@@ -98,3 +101,56 @@ def test_L1_coordinate_decides_also_where_the_mesh_is_not_in_ascending_order(two
     assert [coordinate for coordinate, _, _ in results] == [1, 0]
     assert all(mine for _, mine, _ in results)
     assert max(error for _, _, error in results) < tolerances.FP32
+
+
+# ---------------------------------------------------------------- the mesh of a ParallelConfig
+
+
+def _members(config: ParallelConfig) -> dict[str, list[int]]:
+    mesh = init_mesh(config)
+    return {axis: ranks_along(mesh, axis).members for axis in ("dp", "cfg", "ulysses", "tp")}
+
+
+def test_axes_of_a_parallel_config_have_the_ranks_that_share_them(four_ranks: Pool) -> None:
+    found = four_ranks.run(_members, ParallelConfig(tp=2, cfg=2))
+    assert [members["tp"] for members in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [members["cfg"] for members in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [members["dp"] for members in found] == [[0], [1], [2], [3]]
+    found = four_ranks.run(_members, ParallelConfig(ulysses=2, dp=2))
+    assert [members["ulysses"] for members in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [members["dp"] for members in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def _refused(config: ParallelConfig, axis: str | None) -> str:
+    try:
+        mesh = init_mesh(config)
+        ranks_along(mesh["dp", "cfg"], axis) if axis else None
+    except (ConfigError, GroupError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("config", "axis", "text"),
+    [
+        (
+            ParallelConfig(tp=4),
+            None,
+            r"there are 2 ranks, and the product of the degrees is 4 \(tp=4\): start 4 processes$",
+        ),
+        (ParallelConfig(), None, r"is 1 \(no degree above 1\): start 1 process, or set dp=2"),
+        (ParallelConfig(dp=4), None, r"is 4 \(dp=4\): start 4 processes, or set dp=2"),
+        (ParallelConfig(ring=2), None, "ring=2 does not work on CPUs: .* use ulysses=2"),
+        (ParallelConfig(cfg=2), "tp", 'expected a mesh with an axis "tp"'),
+    ],
+)
+def test_mesh_that_cannot_be_is_refused_with_what_fits(
+    two_ranks: Pool, config: ParallelConfig, axis: str | None, text: str
+) -> None:
+    for answer in two_ranks.run(_refused, config, axis):
+        assert re.search(text, answer)
+
+
+def test_mesh_without_a_process_group_says_how_to_start_one() -> None:
+    with pytest.raises(GroupError, match="tp=2 needs a process group: start the script with `torchrun"):
+        init_mesh(ParallelConfig(tp=2))

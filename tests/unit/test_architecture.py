@@ -44,6 +44,7 @@ TALKS = {
     "bench/diffusers_tp.py": {"from_local"},
     "bench/ranks.py": {"init_process_group", "barrier"},
     "bench/steps.py": {"barrier"},
+    "runtime/mesh.py": {"init_device_mesh"},
 }
 """What files other than `runtime/group.py` use of torch.distributed beyond that."""
 

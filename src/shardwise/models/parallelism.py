@@ -24,7 +24,7 @@ from shardwise.checkpoint.index import TensorEntry, read_index
 from shardwise.checkpoint.load import KeyReport, load_tensors, match_keys
 from shardwise.checkpoint.read import SliceReader
 from shardwise.compose import lora
-from shardwise.config import TensorParallelConfig
+from shardwise.config import ParallelConfig, TensorParallelConfig
 from shardwise.errors import ConfigError
 from shardwise.models.checking import StaticCheck
 from shardwise.models.lora import allow as allow_lora
@@ -85,13 +85,20 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
 
 
 def as_config(config: Any) -> TensorParallelConfig:
-    """Return `config` as a `TensorParallelConfig`; one of diffusers means the same.
+    """Return `config` as a `TensorParallelConfig`; one of diffusers, or one of `tp` alone, means the same.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else, or its ranks are not all for tensor parallelism.
     """
     if isinstance(config, TensorParallelConfig):
         return config
+    if isinstance(config, ParallelConfig):
+        if config.size == config.tp:
+            return replace(config.tensor, tp_degree=config.tp)
+        raise ConfigError(
+            f"a model is sharded over some of the ranks of {config}: pass config.tensor_parallel(mesh), "
+            "where mesh is that of shardwise.init_mesh(config)"
+        )
     config = getattr(config, "tensor_parallel_config", config)
     if type(config).__name__ == "TensorParallelConfig":
         return TensorParallelConfig(config.tp_degree, config.mesh)

@@ -143,9 +143,9 @@ class TensorParallelGroup:
         dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite a contiguous `tensor` with that of coordinate 0, and return it."""
-        dist.broadcast(tensor, src=self.members[0], group=self.process_group)
+    def broadcast(self, tensor: Tensor, owner: int = 0) -> Tensor:
+        """Overwrite a contiguous `tensor` with that of coordinate `owner`, and return it."""
+        dist.broadcast(tensor, src=self.members[owner], group=self.process_group)
         return tensor
 
     def bring(self, tensor: Tensor, owner: int) -> None:
@@ -204,6 +204,12 @@ class TensorParallelGroup:
         # All have entered this turn, so all are done with the one before.
         store.delete_key(f"shardwise/{turn - 1}/{self.rank}")
         return values
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail the agreement that comes next, without waiting for the ranks that will enter it: they raise there."""
+        report: list[Any] = [[type(error).__name__, str(error)], {}, None]
+        key = f"shardwise/{self._next_turn()}/{self.rank}"
+        self.process_group.get_group_store().set(key, json.dumps([report]))
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} of {self.degree} (global rank {self.members[rank]})"
@@ -353,6 +359,11 @@ def _mesh_group(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int], str]:
             "only its ranks may load or shard a model over it"
         )
     return mesh.get_group(), members, mesh.device_type
+
+
+def default_device_type() -> str:
+    """Return the type of the devices that the default process group connects."""
+    return _world_group()[2]
 
 
 def _world_group() -> tuple[dist.ProcessGroup, list[int], str]:
