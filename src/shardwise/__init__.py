@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardwise.models.mixin import TensorParallelMixin
     from shardwise.models.parallelism import enable_parallelism
     from shardwise.models.planning import estimate
+    from shardwise.pipeline import DiffusionPipeline
     from shardwise.plan.styles import (
         DivideAttributes,
         IfPresent,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DiffusionPipeline",
     "DivideAttributes",
     "IfPresent",
     "PackedColwiseParallel",
@@ -65,6 +67,7 @@ __all__ = [
 
 
 _ON_DEMAND = {
+    "DiffusionPipeline": "shardwise.pipeline",
     "DivideAttributes": "shardwise.plan.styles",
     "IfPresent": "shardwise.plan.styles",
     "PackedColwiseParallel": "shardwise.plan.styles",

@@ -11,14 +11,18 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from shardwise.checkpoint.files import Source
 
 
-def commit_of(source: Source) -> str | None:
+def commit_of(source: Source, name: str = "config.json") -> str | None:
     """Return the commit that a repository's revision means now, or None for a local folder.
 
     None as well where nobody can tell: whoever reads the configuration next says what is wrong.
+
+    Args:
+        source: The checkpoint.
+        name: Of the file that it is asked for by.
     """
     if Path(source.location).is_dir():
         return None
-    config = Path(source.subfolder or "", "config.json")
+    config = Path(source.subfolder or "", name)
     try:
         found = Path(hf_hub_download(source.location, config.as_posix(), **source.hub))
     except (OSError, EntryNotFoundError, HfHubHTTPError, HFValidationError):
