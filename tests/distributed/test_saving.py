@@ -445,7 +445,7 @@ def test_options_of_diffusers_are_known() -> None:
     from shardwise.models import saving
 
     ours = inspect.signature(saving.save_sharded).parameters.keys()
-    assert theirs - {"self", "kwargs"} <= ours | saving._REFUSED.keys()
+    assert theirs - {"self", "kwargs"} <= ours | saving.SaveOptions.refused.keys()
 
 
 class Quantized(nn.Parameter):

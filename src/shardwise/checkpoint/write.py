@@ -1,6 +1,6 @@
 """New safetensors files: what they are called, what their headers say, and where each tensor's bytes go.
 
-The same tensors give the same files as diffusers' `save_pretrained` does, byte for byte. Plans are made here, and
+The same tensors give the same files as `save_pretrained` does, byte for byte. Plans are made here, and
 single runs of bytes written; who has the bytes is left to `save`.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -79,9 +80,15 @@ class NewCheckpoint:
 
 
 def new_checkpoint(
-    tensors: Mapping[str, Stored], stem: str, variant: str | None, max_shard_size: int | str
+    tensors: Mapping[str, Stored],
+    stem: str,
+    variant: str | None,
+    max_shard_size: int | str,
+    metadata: Mapping[str, object] = MappingProxyType({}),
 ) -> NewCheckpoint:
-    """Return how the tensors are split into files, as diffusers splits and names them.
+    """Return how the tensors are split into files, as diffusers and transformers split and name them.
+
+    `metadata` is what the index says beside the total size.
 
     Raises:
         UnsupportedOption: `max_shard_size` is no size, or `variant` cannot stand in the name of a file.
@@ -103,7 +110,7 @@ def new_checkpoint(
         new_file(file, {name: tensors[name] for name in names})
         for file, names in split.filename_to_tensors.items()
     )
-    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    index = {"metadata": {**metadata, **split.metadata}, "weight_map": split.tensor_to_filename}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n" if split.is_sharded else None
     return NewCheckpoint(files, with_variant(f"{stem}.safetensors.index.json", variant), text)
 
@@ -209,7 +216,12 @@ def _weight_names(stem: str, variant: str | None) -> re.Pattern[str]:
     return re.compile(rf"{single}((-rank)?-\d{{5}}-of-\d{{5}})?\.safetensors|{index}|{manifest}")
 
 
-def superseded(names: Iterable[str], stem: str, variant: str | None) -> set[str]:
-    """Return which names of files in a folder are those of a checkpoint that a new one takes the place of."""
+def superseded(
+    names: Iterable[str], stem: str, variant: str | None, texts: Collection[str] = ("config.json",)
+) -> set[str]:
+    """Return which names of files in a folder are those of a checkpoint that a new one takes the place of.
+
+    `texts` are the names of the files beside its weights.
+    """
     weights = _weight_names(stem, variant)
-    return {name for name in names if name == "config.json" or weights.fullmatch(name)}
+    return {name for name in names if name in texts or weights.fullmatch(name)}

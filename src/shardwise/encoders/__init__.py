@@ -72,7 +72,16 @@ __all__ = [
     "Qwen3VLModel",
     "T5EncoderModel",
     "UMT5EncoderModel",
+    "sharded_class",
 ]
+
+
+def sharded_class(name: str) -> type[Any] | None:
+    """Return the class that stands in for transformers' class of this name, or None where none does.
+
+    None also for text encoders that are small and stay whole, such as `CLIPTextModel`.
+    """
+    return __getattr__(name) if name in FAMILIES else None
 
 
 def __getattr__(name: str) -> Any:

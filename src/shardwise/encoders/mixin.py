@@ -10,6 +10,7 @@ from shardwise.checkpoint.report import LoadReport
 from shardwise.config import TensorParallelConfig
 from shardwise.encoders.options import EncoderOptions
 from shardwise.errors import UnsupportedOption
+from shardwise.models.options import LoadOptions
 from shardwise.models.parallelism import as_config, enable_parallelism, load_sharded
 from shardwise.plan.resolve import Plan
 
@@ -25,6 +26,8 @@ class EncoderMixin:
 
     sharding_plan: ClassVar[Plan]
     """Module patterns and styles."""
+    library: ClassVar[type[LoadOptions]] = EncoderOptions
+    """What transformers does otherwise than diffusers."""
     load_report: LoadReport
     """What this rank read, on a model that was loaded sharded."""
 
@@ -65,7 +68,7 @@ class EncoderMixin:
                 f"{cls.__name__}.from_pretrained takes no arguments by position beside the location when it loads "
                 "slices: pass them by name"
             )
-        return load_sharded(cls, pretrained_model_name_or_path, config, kwargs, EncoderOptions)
+        return load_sharded(cls, pretrained_model_name_or_path, config, kwargs)
 
     def enable_parallelism(self, *, config: TensorParallelConfig, plan: Plan | None = None) -> None:
         """Shard this model, which is in memory; see `shardwise.enable_parallelism` for what it costs."""

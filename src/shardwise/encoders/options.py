@@ -20,6 +20,7 @@ from shardwise.checkpoint.load import DtypeRule
 from shardwise.checkpoint.report import LoadReport
 from shardwise.encoders.inputs import example_inputs
 from shardwise.encoders.keys import model_names
+from shardwise.encoders.saving import let_save
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
 from shardwise.models.options import (
     NONE,
@@ -75,6 +76,8 @@ class EncoderOptions(LoadOptions):
         with meta_parameters(), default_dtype(config.dtype), no_init_weights():
             model = cls(config)
         model.tie_weights(recompute_mapping=False)
+        if model.can_generate():
+            model.generation_config = self._generation_config(location, model.generation_config)
         return model
 
     def _read_config(self, cls: Any, location: Any) -> tuple[Any, dict[str, Any]]:
@@ -89,6 +92,12 @@ class EncoderOptions(LoadOptions):
         except OSError as error:
             raise CheckpointError(f"the configuration of {location} cannot be read: {error}") from error
         return config, unknown
+
+    def _generation_config(self, location: Any, own: Any) -> Any:
+        try:
+            return type(own).from_pretrained(location, subfolder=self.subfolder or "", **self.hub)
+        except OSError:  # there is none, and the model has made one of its configuration
+            return own
 
     def example_inputs(self, model: Any) -> dict[str, Any]:
         """Return tokens and a mask."""
@@ -120,8 +129,11 @@ class EncoderOptions(LoadOptions):
 
         return rule
 
-    def allow(self, model: Any) -> None:
-        """Give a sharded model nothing more: what changes its weights is refused."""
+    @classmethod
+    def allow(cls, model: Any) -> None:
+        """Give a sharded model its way to be saved; adapters and what moves weights are watched as everywhere."""
+        super().allow(model)
+        let_save(model)
 
     def finish(self, model: Any, location: Any, report: LoadReport) -> None:
         """Leave on a model what `from_pretrained` does."""

@@ -134,7 +134,8 @@ class LoadOptions:
 
         return rule
 
-    def allow(self, model: Any) -> None:
+    @classmethod
+    def allow(cls, model: Any) -> None:
         """Give a sharded model the calls of diffusers that work on its slices."""
         let_save(model)
         allow_lora(model)
@@ -147,6 +148,11 @@ class LoadOptions:
         if self.quantization is not None:
             self.quantization.finish(model)
         model.eval()
+
+
+def library_of(cls: type) -> type[LoadOptions]:
+    """Return what is a library's own about the models of a class, which says so if it is not diffusers."""
+    return getattr(cls, "library", LoadOptions)
 
 
 def without_refused(kwargs: Mapping[str, Any], refused: Refused) -> dict[str, Any]:

@@ -27,12 +27,9 @@ from shardwise.compose import lora
 from shardwise.config import ParallelConfig, TensorParallelConfig
 from shardwise.errors import ConfigError
 from shardwise.models.checking import StaticCheck
-from shardwise.models.lora import allow as allow_lora
-from shardwise.models.offload import allow as allow_offload
-from shardwise.models.options import LoadOptions
+from shardwise.models.options import LoadOptions, library_of
 from shardwise.models.planning import choose_plan
 from shardwise.models.progress import progress_bar
-from shardwise.models.saving import let_save
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
 from shardwise.runtime.group import TensorParallelGroup, is_initialized
 from shardwise.runtime.shard import (
@@ -78,9 +75,7 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
             group = shard_in_memory(model, config, plan, validate, lora.describe(layers))
             static.after(model)
         lora.shard_layers(layers, group)
-        let_save(model)
-        allow_lora(model)
-        allow_offload(model)
+        library_of(type(model)).allow(model)
     return model
 
 
@@ -119,20 +114,14 @@ class Prepared:
     plan: ResolvedPlan
 
 
-def load_sharded(
-    cls: Any,
-    location: Any,
-    config: TensorParallelConfig,
-    kwargs: Mapping[str, Any],
-    library: type[LoadOptions] = LoadOptions,
-) -> Any:
+def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: Mapping[str, Any]) -> Any:
     """Return `cls.from_pretrained(location, **kwargs)` with each rank holding its slices only.
 
     The ranks agree before the first weight is read: on one commit of a hub repository; that the call, the plan and
     the configuration are sound; that they see the same files. Then each reads at its own speed, and they agree
     that all have. Nothing of it is a collective, so the process group's time-out does not count.
 
-    `library` says what the options mean, and does what else is that library's own.
+    The class says which library's the options are.
 
     Raises:
         UnsupportedOption: an option that cannot be honoured; before any file is opened.
@@ -140,7 +129,7 @@ def load_sharded(
         CheckpointError: files that are missing, invalid, or do not fit the model.
         GroupError, RankFailure: as `enable_parallelism`.
     """
-    subject = f"loading {cls.__name__} from {location}"
+    subject, library = f"loading {cls.__name__} from {location}", library_of(cls)
     if not is_initialized():
         prepare(cls, location, config, library.parse(kwargs))  # what is wrong with the call comes first
     group = TensorParallelGroup.of(config)

@@ -1,6 +1,7 @@
 """`save_pretrained` of a sharded diffusers model: the checkpoint that diffusers would write of the whole one.
 
-Owns what is diffusers' own: options, names, the configuration. Bytes and ranks are left to `checkpoint.save`.
+Owns what is diffusers' own: options, names, the configuration. What is another library's own is a subclass of the
+options (`shardwise.encoders.saving`). Bytes and ranks are left to `checkpoint.save`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from diffusers import ModelMixin
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from shardwise.checkpoint.write import (
 from shardwise.compose.offload import with_data
 from shardwise.errors import CheckpointError, UnsupportedOperation, UnsupportedOption
 from shardwise.models.progress import progress_bar
+from shardwise.plan.layout import Layout
 from shardwise.plan.styles import CONFIG_PREFIX
 from shardwise.runtime.shard import Sharding, digest, sharding_of
 
@@ -43,14 +45,15 @@ STEM = "diffusion_pytorch_model"
 _WHOLE_FILES = "10GB"
 """What diffusers takes for `max_shard_size` if it is not told."""
 
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    # option -> (values that ask for nothing; reason)
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Option -> values that ask for nothing; and the reason why others cannot be honoured."""
+
+WRITTEN: Refused = {
     "is_main_process": ((True,), "all ranks call it, and the first one writes; leave it out"),
-    "save_function": ((None,), "files are written in pieces as they arrive; leave it out"),
     "safe_serialization": ((True,), "only safetensors files can be written in pieces; leave it out"),
     "push_to_hub": ((False,), "upload the folder once it is saved"),
-    "use_flashpack": ((False,), "only safetensors files are written; leave it out"),
 }
+"""What both libraries know and no rank can do."""
 
 _QUANTIZED = (
     "each rank has scales of its own, which no checkpoint has room for; save it before quantizing, "
@@ -95,24 +98,46 @@ def save_sharded(
         CheckpointError: the folder cannot be written, or holds something else; on every rank.
         RankFailure: another rank failed; nothing is left of the folder.
     """
-    sharding = sharding_of(model)
-    assert sharding is not None, "given to sharded models only"
-    form = _Form(variant, max_shard_size, sharded)
-    _save(model, sharding, save_directory, form, {"safe_serialization": safe_serialization, **options})
+    form = SaveOptions(variant, max_shard_size, sharded)
+    save(model, save_directory, form, {"safe_serialization": safe_serialization, **options})
 
 
 @dataclass(frozen=True)
-class _Form:
-    """What files are to be written."""
+class SaveOptions:
+    """What files of a model are to be written, and what is diffusers' own of them."""
 
     variant: str | None
     max_shard_size: int | str
-    sharded: bool
+    sharded: bool = False
+
+    stem: ClassVar[str] = STEM
+    """Name of the weight files without suffixes."""
+    refused: ClassVar[Refused] = {
+        **WRITTEN,
+        "save_function": ((None,), "files are written in pieces as they arrive; leave it out"),
+        "use_flashpack": ((False,), "only safetensors files are written; leave it out"),
+    }
+
+    def keys(self, model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return under which keys the tensors of a model are saved, by their names, in the order of the files."""
+        return {name: name for name in tensors}
+
+    def texts(self, model: Any, sharding: Sharding) -> dict[str, str]:
+        """Return what is written beside the weights, by the names of the files."""
+        return {"config.json": config_of(model, sharding)}
+
+    def index_metadata(self, model: Any, stored: Mapping[str, Stored]) -> dict[str, object]:
+        """Return what the index of several files says beside their size; given the model's whole tensors by name."""
+        return {}
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Refuse what cannot be honoured of it, and of the `options` of diffusers."""
+        """Refuse what cannot be honoured of it, and of the library's further options.
+
+        Raises:
+            UnsupportedOption: naming the option, and why.
+        """
         for name, value in options.items():
-            harmless, reason = _REFUSED.get(
+            harmless, reason = self.refused.get(
                 name, ((), "it is no option of saving a sharded model; leave it out")
             )
             if not any(value is allowed for allowed in harmless):
@@ -123,78 +148,109 @@ class _Form:
             raise UnsupportedOption("max_shard_size and sharded=True exclude each other: leave one out")
 
 
-def _save(
+def save(
     model: Any,
-    sharding: Sharding,
     location: str | os.PathLike[str],
-    form: _Form,
+    form: SaveOptions,
     options: Mapping[str, Any],
 ) -> None:
+    """Save a sharded model in the form that is asked for; every rank calls it.
+
+    Raises:
+        UnsupportedOption, UnsupportedOperation, CheckpointError, RankFailure: as `save_sharded`.
+    """
+    sharding = sharding_of(model)
+    assert sharding is not None, "given to sharded models only"
     group, patience = sharding.group, timedelta(seconds=sharding.config.load_timeout)
     subject = f"saving {type(model).__name__} to {location}"
     folder = None
     with ExitStack() as stack:
         with group.agreement(subject) as step:
             form.check(options)
-            tensors, stored = _tensors(model, sharding)
-            checkpoint = new_checkpoint(stored, STEM, form.variant, form.max_shard_size)
-            step.must_equal(folder=location, **_described(checkpoint, sharding, form.sharded))
+            contents = _contents(model, sharding, form)
+            step.must_equal(folder=location, **_described(contents, form.sharded))
             if group.rank == 0:
-                replaces = partial(superseded, stem=STEM, variant=form.variant)
+                replaces = partial(superseded, stem=form.stem, variant=form.variant, texts=contents.texts)
                 folder = stack.enter_context(NewFolder(Path(location), replaces))
                 step.say(str(folder.path))
         path, progress = Path(step.heard[0]), stack.enter_context(progress_bar(subject, group))
-        texts = {}
+        texts, checkpoint = dict(contents.texts), contents.checkpoint
         if form.sharded:
-            listing = _write_shards(path, form.variant, tensors, stored, sharding, progress)
-            texts[manifest_name(STEM, form.variant)] = listing
+            listing = _write_shards(path, form, contents, sharding, progress)
+            texts[manifest_name(form.stem, form.variant)] = listing
         else:
             here = path if group.rank == 0 else None
-            write_gathered(checkpoint, here, tensors, sharding.plan.layouts, group, patience, progress)
+            write_gathered(checkpoint, here, contents.tensors, contents.layouts, group, patience, progress)
             texts |= {checkpoint.index_name: checkpoint.index} if checkpoint.index else {}
         with group.agreement(subject, patience):
             if folder is not None:
-                for name, text in {"config.json": config_of(model, sharding), **texts}.items():
+                for name, text in texts.items():
                     write_text(path / name, text)
                 folder.publish()
 
 
+@dataclass(frozen=True)
+class _Contents:
+    """What is to be saved of a model, by the keys of the files."""
+
+    tensors: Mapping[str, Tensor]
+    """This rank's slices."""
+    stored: Mapping[str, Stored]
+    """What the whole tensors are."""
+    layouts: Mapping[str, Layout]
+    """How they are cut."""
+    checkpoint: NewCheckpoint
+    texts: Mapping[str, str]
+
+
+def _contents(model: nn.Module, sharding: Sharding, form: SaveOptions) -> _Contents:
+    tensors, stored = _tensors(model, sharding)
+    keys = form.keys(model, tensors)
+    whole = {key: stored[name] for name, key in keys.items()}
+    metadata = form.index_metadata(model, stored)
+    return _Contents(
+        {key: tensors[name] for name, key in keys.items()},
+        whole,
+        {key: sharding.plan.layout(name) for name, key in keys.items()},
+        new_checkpoint(whole, form.stem, form.variant, form.max_shard_size, metadata),
+        form.texts(model, sharding),
+    )
+
+
 def _write_shards(
-    folder: Path,
-    variant: str | None,
-    tensors: Mapping[str, Tensor],
-    stored: Mapping[str, Stored],
-    sharding: Sharding,
-    progress: Progress | None,
+    folder: Path, form: SaveOptions, contents: _Contents, sharding: Sharding, progress: Progress | None
 ) -> str:
     """Write a file for each rank, and return the manifest that names them."""
-    group, plan = sharding.group, sharding.plan
-    cuts = {name: Cut(what.shape, plan.layout(name)) for name, what in stored.items()}
-    names = [rank_file(STEM, variant, rank, group.degree) for rank in range(group.degree)]
+    group = sharding.group
+    cuts = {key: Cut(what.shape, contents.layouts[key]) for key, what in contents.stored.items()}
+    names = [rank_file(form.stem, form.variant, rank, group.degree) for rank in range(group.degree)]
     with group.agreement(f"writing {names[group.rank]}", timedelta(seconds=sharding.config.load_timeout)):
         if not folder.is_dir():
             raise CheckpointError(
                 f"rank {group.rank} does not see the folder that rank 0 has made, {folder}: with sharded=True all "
                 "ranks write into one folder, which they must share"
             )
-        local = {name: Stored(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        local = {key: Stored(tensor.dtype, tuple(tensor.shape)) for key, tensor in contents.tensors.items()}
         metadata = metadata_of(RankLayouts(group.rank, group.degree, cuts))
-        write_own(folder, new_file(names[group.rank], local, metadata), tensors, progress)
+        write_own(folder, new_file(names[group.rank], local, metadata), contents.tensors, progress)
     return manifest(names)
 
 
 def config_of(model: Any, sharding: Sharding) -> str:
     """Return the configuration of the whole model, as diffusers writes it; entries that are divided are whole in it."""
-    config = json.loads(model.to_json_string())
-    for planned in sharding.plan.modules:
-        if not planned.path:
-            whole = {name: cut.size for name, cut in planned.attributes.items()}
-            config |= {
-                name.removeprefix(CONFIG_PREFIX): n
-                for name, n in whole.items()
-                if name.startswith(CONFIG_PREFIX)
-            }
+    config = json.loads(model.to_json_string()) | whole_entries(sharding)
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+def whole_entries(sharding: Sharding) -> dict[str, int]:
+    """Return the entries of a configuration that a sharded model has divided, as those of the whole one."""
+    return {
+        name.removeprefix(CONFIG_PREFIX): cut.size
+        for planned in sharding.plan.modules
+        if not planned.path
+        for name, cut in planned.attributes.items()
+        if name.startswith(CONFIG_PREFIX)
+    }
 
 
 def _tensors(model: nn.Module, sharding: Sharding) -> tuple[dict[str, Tensor], dict[str, Stored]]:
@@ -206,7 +262,7 @@ def _tensors(model: nn.Module, sharding: Sharding) -> tuple[dict[str, Tensor], d
     for path, module in model.named_modules():
         if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):
             raise _unsupported(model, f"{path} has an adapter", "unload it, or fuse it and unload it")
-    if getattr(model, "config", {}).get("quantization_config") is not None:
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise _unsupported(model, "its weights were quantized while it was loaded", _QUANTIZED)
     tensors = with_data(model, model.state_dict(keep_vars=True))
     plan, rank, stored = sharding.plan, sharding.group.rank, {}
@@ -239,12 +295,12 @@ def _unsupported(model: nn.Module, what: str, fix: str) -> UnsupportedOperation:
     )
 
 
-def _described(checkpoint: NewCheckpoint, sharding: Sharding, sharded: bool) -> dict[str, object]:
+def _described(contents: _Contents, sharded: bool) -> dict[str, object]:
     """Return what must be equal on all ranks for their slices to make one checkpoint."""
-    files = [(file.name, file.start) for file in checkpoint.files]
-    layouts = sorted((name, str(layout)) for name, layout in sharding.plan.layouts.items())
+    files = [(file.name, file.start) for file in contents.checkpoint.files]
+    layouts = sorted((key, str(layout)) for key, layout in contents.layouts.items())
     return {
         "sharded": sharded,
-        "files": f"{len(files)} files of {checkpoint.nbytes} bytes ({digest(files)})",
+        "files": f"{len(files)} files of {contents.checkpoint.nbytes} bytes ({digest(files)})",
         "layouts": f"{len(layouts)} layouts ({digest(layouts)})",
     }

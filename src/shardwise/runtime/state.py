@@ -17,8 +17,8 @@ from shardwise.plan import adapters
 _ADAPTER_HINT = "fuse the adapter into the weights and save them before sharding"
 
 REFUSED = {
-    "save_pretrained": "each rank holds slices, and only models of diffusers are gathered; save the model before "
-    "sharding it",
+    "save_pretrained": "each rank holds slices, and only models of diffusers and classes of shardwise.encoders are "
+    "gathered; save the model before sharding it",
     "push_to_hub": "each rank holds slices; save the model with save_pretrained, and upload the folder",
     "load_lora_adapter": _ADAPTER_HINT,
     "add_adapter": _ADAPTER_HINT,
