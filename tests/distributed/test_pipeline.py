@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import unittest
 import weakref
 from pathlib import Path
 from typing import Any
@@ -308,3 +309,98 @@ def test_ranks_that_ask_for_different_components_are_told(two_ranks: Pool) -> No
     for name, message in two_ranks.run(_differ):
         assert name == "RankFailure"
         assert "the ranks differ in components" in message
+
+
+# --- options of diffusers --------------------------------------------------------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def _dtypes(location: Any, **options: Any) -> dict[str, tuple[str, bool]]:
+    pipeline = load(location, **options)
+    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    return {name: (str(part.dtype), shardwise_holds(part)) for name, part in parts.items()}
+
+
+def test_pipeline_of_the_hub_is_read_from_the_local_cache(two_ranks: Pool, tmp_path: Path) -> None:
+    repository = tmp_path / "models--someone--small"
+    embedded_copy(repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for options in ({}, {"revision": COMMIT}):
+        hub = {"cache_dir": tmp_path, "local_files_only": True, **options}
+        for found in two_ranks.run(_dtypes, "someone/small", **hub):
+            assert [held for _, held in found.values()] == [name != "vae" for name in found]
+    for name, message in two_ranks.run(_refused, "someone/other", cache_dir=tmp_path, local_files_only=True):
+        assert name == "CheckpointError"
+        assert "someone/other cannot be fetched from the hub" in message
+
+
+def test_dtype_may_differ_by_component(two_ranks: Pool) -> None:
+    dtype = {"transformer": torch.bfloat16, "default": torch.float64}
+    for found in two_ranks.run(_dtypes, demo_model_path(), dtype=dtype):
+        kinds = {name: kind for name, (kind, _) in found.items()}
+        assert kinds == {
+            "transformer": "torch.bfloat16",
+            "text_encoder": "torch.float64",
+            "vae": "torch.float64",
+        }
+
+
+def test_variant_is_taken_where_a_component_has_it(
+    two_ranks: Pool, tmp_path: Path, picture: np.ndarray
+) -> None:
+    folder = embedded_copy(tmp_path / "copy")
+    for file in (folder / "transformer").glob("*.safetensors"):
+        file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    for pixels in two_ranks.run(_draw_folder, folder, variant="fp16"):
+        assert steps_of_255(pixels, picture) <= tolerances.PIXEL
+
+
+def _draw_folder(folder: Path, **options: Any) -> np.ndarray:
+    return draw_embedded(load(folder, dtype=torch.float32, **options))
+
+
+def _passed() -> tuple[bool, list[str], str]:
+    transformer = diffusers.Flux2Transformer2DModel.from_pretrained(
+        demo_model_path(), subfolder="transformer"
+    )
+    with unittest.TestCase().assertLogs("shardwise.pipeline.load") as logged:
+        pipeline = load(demo_model_path(), dtype=torch.bfloat16, transformer=transformer)
+    names = [part.name for part in pipeline.parallel_report.components if part.sharded]
+    return pipeline.transformer is transformer, names, logged.output[0]
+
+
+def test_component_that_is_passed_stays_as_it_is_and_its_dtype_is_said(two_ranks: Pool) -> None:
+    for same, names, line in two_ranks.run(_passed):
+        assert same
+        assert names == ["text_encoder"]
+        assert "transformer was passed in torch.float32 and stays so" in line
+
+
+def _quantized() -> tuple[set[str], list[int], list[int]]:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    wanted = diffusers.PipelineQuantizationConfig(
+        quant_mapping={"transformer": diffusers.TorchAoConfig(Int8WeightOnlyConfig())}
+    )
+    parts = load(demo_model_path(), dtype=torch.float32, quantization_config=wanted)
+    plain = load(demo_model_path(), dtype=torch.float32)
+    kinds = {type(p).__name__ for p in parts.transformer.parameters()}
+    return kinds, parts.parallel_report.weight_bytes, plain.parallel_report.weight_bytes
+
+
+def test_transformer_is_quantized_while_it_is_loaded(two_ranks: Pool) -> None:
+    for kinds, quantized, plain in two_ranks.run(_quantized):
+        assert any("Int8" in kind for kind in kinds), kinds
+        assert all(q < 0.6 * p for q, p in zip(quantized, plain, strict=True))
+
+
+def test_options_of_one_process_are_those_of_diffusers(picture: np.ndarray) -> None:
+    pipeline = shardwise.DiffusionPipeline.from_pretrained(
+        demo_model_path(), dtype=torch.float32, unload_text_encoders_after_encoding=True
+    )
+    assert type(pipeline) is diffusers.Flux2KleinPipeline
+    assert steps_of_255(draw_embedded(pipeline), picture) == 0
+    with pytest.raises(UnsupportedState, match="text_encoder was unloaded"):
+        draw_embedded(pipeline)
