@@ -23,6 +23,9 @@ BEGIN, END = "<!-- table: python -m tools.pipeline_table -->", "<!-- end of tabl
 _PARTS = re.compile(
     r"^(transformer|text_encoder|vae|video_vae|audio_vae|image_encoder|controlnet|unet|prior)"
 )
+_NO_MODEL = re.compile(
+    r"Tokenizer|Scheduler|Processor|^(None|Union|Optional|List|Any|PreTrainedModel|ModelMixin)$"
+)
 
 
 def pipelines() -> Iterator[tuple[str, dict[str, list[str]]]]:
@@ -38,21 +41,24 @@ def pipelines() -> Iterator[tuple[str, dict[str, list[str]]]]:
 def components(pipeline: type[Any]) -> dict[str, list[str]]:
     """Return the components with weights of a pipeline, and the names of the classes that its constructor takes."""
     parameters = signature(pipeline.__init__).parameters
-    found = {name: _classes(parameter.annotation) for name, parameter in parameters.items()}
-    return {name: classes for name, classes in found.items() if _PARTS.match(name) and classes}
+    found = {
+        name: _classes(parameter.annotation) for name, parameter in parameters.items() if _PARTS.match(name)
+    }
+    models_of = {
+        name: [cls for cls in dict.fromkeys(all_of) if not _NO_MODEL.search(cls)]
+        for name, all_of in found.items()
+    }
+    return {name: classes for name, classes in models_of.items() if classes}
 
 
 def _classes(annotation: Any) -> list[str]:
     """Return the names of classes in an annotation, whether it is a type or its text."""
     if isinstance(annotation, str):
-        return [word for word in re.findall(r"\w+", annotation) if word[0].isupper() and word not in _GENERIC]
+        return [word for word in re.findall(r"\w+", annotation) if word[0].isupper()]
     inner = get_args(annotation)
     if inner:
         return [name for part in inner for name in _classes(part)]
     return [annotation.__name__] if isinstance(annotation, type) and annotation is not type(None) else []
-
-
-_GENERIC = {"None", "Union", "Optional", "List", "Any"}
 
 
 @cache
