@@ -113,6 +113,8 @@ def _serve(rank: int, size: int, store: Path, connection: Connection) -> None:
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     # Its Kandinsky 5 norms queries and keys in fp32 also by weights of bf16, which torch says is slow.
     warnings.filterwarnings("ignore", message=".*Mismatch dtype between input and weight")
+    # Its context parallelism gathers by a name that torch has since changed.
+    warnings.filterwarnings("ignore", message=".*all_gather_tensor` is deprecated")
     # PEFT says so of every second adapter, which diffusers loads on purpose.
     warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
     connection.send(("value", None))

@@ -11,6 +11,7 @@ from shardwise.errors import ShardwiseError
 if TYPE_CHECKING:
     from shardwise.config import ParallelConfig, TensorParallelConfig
     from shardwise.models.checking import check
+    from shardwise.models.context import enable_context_parallel
     from shardwise.models.decode import spread_decode
     from shardwise.models.inference import infer
     from shardwise.models.mixin import TensorParallelMixin
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "check",
     "demo_model_path",
+    "enable_context_parallel",
     "enable_parallelism",
     "estimate",
     "infer",
@@ -82,6 +84,7 @@ _ON_DEMAND = {
     "TensorParallelConfig": "shardwise.config",
     "TensorParallelMixin": "shardwise.models.mixin",
     "check": "shardwise.models.checking",
+    "enable_context_parallel": "shardwise.models.context",
     "enable_parallelism": "shardwise.models.parallelism",
     "estimate": "shardwise.models.planning",
     "infer": "shardwise.models.inference",

@@ -140,7 +140,7 @@ def _refused(config: ParallelConfig, axis: str | None) -> str:
         ),
         (ParallelConfig(), None, r"is 1 \(no degree above 1\): start 1 process, or set dp=2"),
         (ParallelConfig(dp=4), None, r"is 4 \(dp=4\): start 4 processes, or set dp=2"),
-        (ParallelConfig(ring=2), None, "ring=2 does not work on CPUs: .* use ulysses=2"),
+        (ParallelConfig(ring=2), None, "a ring does not work on CPUs: .* use ulysses= in place of ring="),
         (ParallelConfig(cfg=2), "tp", 'expected a mesh with an axis "tp"'),
     ],
 )

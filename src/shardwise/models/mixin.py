@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from diffusers import ModelMixin
 from torch import nn
 
 from shardwise.checkpoint.report import LoadReport
-from shardwise.errors import UnsupportedOption
+from shardwise.errors import UnsupportedOption, UnsupportedState
 from shardwise.models.parallelism import (
     as_config,
     enable_parallelism,
@@ -20,6 +20,7 @@ from shardwise.models.parallelism import (
 )
 from shardwise.plan.check import CheckReport
 from shardwise.plan.resolve import Plan
+from shardwise.runtime.shard import sharding_of
 
 
 class TensorParallelMixin:
@@ -110,6 +111,11 @@ class TensorParallelMixin:
         `cp_plan` is for diffusers' context parallelism, whose configs are passed on.
         """
         if is_context_parallel(config):
+            if sharding_of(cast(nn.Module, self)) is not None:
+                raise UnsupportedState(
+                    f"this {type(self).__name__} is sharded: cut its sequence with shardwise.enable_context_parallel("
+                    "model, mesh=...)"
+                )
             parent: Any = super()
             parent.enable_parallelism(config=config, cp_plan=cp_plan)
             return

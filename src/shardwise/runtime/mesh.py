@@ -9,6 +9,11 @@ from shardwise.config import PARALLEL_AXES, ParallelConfig, TensorParallelConfig
 from shardwise.errors import ConfigError, GroupError
 from shardwise.runtime.group import TensorParallelGroup, default_device_type, is_initialized
 
+NO_RING_ON_CPUS = (
+    "a ring does not work on CPUs: it adds up partial attentions by their log-sum-exp, which none that diffusers has "
+    "for CPUs returns; use ulysses= in place of ring="
+)
+
 
 def init_mesh(config: ParallelConfig, device_type: str | None = None) -> DeviceMesh:
     """Return the mesh of all ranks that `config` means; all of them call it.
@@ -37,10 +42,7 @@ def init_mesh(config: ParallelConfig, device_type: str | None = None) -> DeviceM
         )
     device_type = device_type or default_device_type()
     if config.ring > 1 and device_type == "cpu":
-        raise ConfigError(
-            f"ring={config.ring} does not work on CPUs: a ring adds up partial attentions by their log-sum-exp, which "
-            f"no attention that diffusers has for CPUs returns; use ulysses={config.ring}"
-        )
+        raise ConfigError(NO_RING_ON_CPUS)
     return init_device_mesh(device_type, config.shape, mesh_dim_names=PARALLEL_AXES)
 
 
