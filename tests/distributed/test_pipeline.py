@@ -89,7 +89,14 @@ def _draw_spread(config: ParallelConfig, decode: bool) -> tuple[np.ndarray, int,
 @pytest.mark.parametrize("decode", [False, True], ids=["", "decode"])
 @pytest.mark.parametrize(
     "config",
-    [ParallelConfig(cfg=2), ParallelConfig(tp=2), ParallelConfig(tp=2, cfg=2), ParallelConfig(tp=4)],
+    [
+        ParallelConfig(cfg=2),
+        ParallelConfig(tp=2),
+        ParallelConfig(tp=2, cfg=2),
+        ParallelConfig(tp=4),
+        ParallelConfig(tp=2, ulysses=2),
+        ParallelConfig(cfg=2, ulysses=2),
+    ],
     ids=str,
 )
 def test_picture_is_the_same_however_the_work_is_shared(

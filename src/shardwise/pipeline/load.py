@@ -24,12 +24,13 @@ from shardwise.checkpoint.files import Source
 from shardwise.checkpoint.hub import at_commit, commit_of
 from shardwise.config import ParallelConfig, TensorParallelConfig
 from shardwise.errors import CheckpointError, UnsupportedState
+from shardwise.models.context import enable_context_parallel
 from shardwise.models.parallelism import as_config
 from shardwise.pipeline.components import check_options, choose, concrete, dtype_of
 from shardwise.pipeline.report import PipelineReport, component_report, held
 from shardwise.pipeline.saving import let_save
 from shardwise.pipeline.unloading import unload_after_encoding
-from shardwise.runtime.branches import spread_guidance
+from shardwise.runtime.branches import denoisers, spread_guidance
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.mesh import init_mesh
 from shardwise.runtime.shard import digest, sharding_of
@@ -77,7 +78,8 @@ class DiffusionPipeline:
             UnsupportedOption: an option that cannot be honoured; before any file is opened.
             PlanError: a plan does not fit its component at this degree; before any weight is read.
             CheckpointError: files that are missing, invalid, or do not fit; on every rank.
-            UnsupportedState: the pipeline's class does not take a component that was loaded sharded.
+            UnsupportedState: the pipeline's class does not take a component that was loaded sharded, or a denoiser
+                cannot do what the ranks are for.
             GroupError: there is no process group of this size, or this process is not in it.
             RankFailure: another rank failed.
         """
@@ -88,7 +90,9 @@ class DiffusionPipeline:
         pipeline = load.whole() if alone else load.sharded(everyone=mesh is not None)
         if unload_text_encoders_after_encoding:
             unload_after_encoding(pipeline)
-        if mesh is not None and parallel.cfg > 1:
+        if mesh is not None:
+            for denoiser in denoisers(pipeline) if parallel.ring * parallel.ulysses > 1 else ():
+                enable_context_parallel(denoiser, mesh=mesh)
             pipeline.guidance_spread = spread_guidance(pipeline, mesh=mesh)
         return pipeline
 
