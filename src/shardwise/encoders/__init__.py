@@ -19,10 +19,11 @@ if TYPE_CHECKING:
         MistralForCausalLM,
         MistralModel,
     )
-    from shardwise.encoders.families.mistral3 import Mistral3ForConditionalGeneration
+    from shardwise.encoders.families.mistral3 import Mistral3ForConditionalGeneration, Mistral3Model
     from shardwise.encoders.families.qwen import Qwen2ForCausalLM, Qwen2Model, Qwen3ForCausalLM, Qwen3Model
     from shardwise.encoders.families.qwen_vl import (
         Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLTextModel,
         Qwen3VLForConditionalGeneration,
         Qwen3VLModel,
     )
@@ -37,11 +38,13 @@ FAMILIES = {
     "LlamaModel": "llama",
     "Ministral3ForCausalLM": "llama",
     "Mistral3ForConditionalGeneration": "mistral3",
+    "Mistral3Model": "mistral3",
     "MistralForCausalLM": "llama",
     "MistralModel": "llama",
     "Qwen2ForCausalLM": "qwen",
     "Qwen2Model": "qwen",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl",
+    "Qwen2_5_VLTextModel": "qwen_vl",
     "Qwen3ForCausalLM": "qwen",
     "Qwen3Model": "qwen",
     "Qwen3VLForConditionalGeneration": "qwen_vl",
@@ -61,11 +64,13 @@ __all__ = [
     "LlamaModel",
     "Ministral3ForCausalLM",
     "Mistral3ForConditionalGeneration",
+    "Mistral3Model",
     "MistralForCausalLM",
     "MistralModel",
     "Qwen2ForCausalLM",
     "Qwen2Model",
     "Qwen2_5_VLForConditionalGeneration",
+    "Qwen2_5_VLTextModel",
     "Qwen3ForCausalLM",
     "Qwen3Model",
     "Qwen3VLForConditionalGeneration",

@@ -7,7 +7,7 @@ from typing import Any
 import transformers
 
 from shardwise.encoders.mixin import EncoderMixin
-from shardwise.encoders.plans import with_scores
+from shardwise.encoders.plans import decoder, with_scores
 
 
 class Mistral3ForConditionalGeneration(EncoderMixin, transformers.Mistral3ForConditionalGeneration):  # type: ignore[misc]
@@ -17,6 +17,12 @@ class Mistral3ForConditionalGeneration(EncoderMixin, transformers.Mistral3ForCon
     """
 
     sharding_plan = with_scores("model.language_model")
+
+
+class Mistral3Model(EncoderMixin, transformers.Mistral3Model):  # type: ignore[misc]
+    """Mistral 3, with tensor parallelism. Heads: 32 and 8 of keys; whole: the vision tower and its projector, norms."""
+
+    sharding_plan = decoder("language_model")
 
 
 _TEXT: dict[str, Any] = {
@@ -48,5 +54,6 @@ TINY_CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         "": {**_TINY, "tie_word_embeddings": False},
         "tied": {**_TINY, "tie_word_embeddings": True},
     },
+    "Mistral3Model": {"": _TINY},
 }
 """Class -> name of a case -> arguments of its configuration."""

@@ -22,6 +22,12 @@ class Qwen2_5_VLForConditionalGeneration(  # noqa: N801  # as transformers calls
     sharding_plan = with_scores("model.language_model")
 
 
+class Qwen2_5_VLTextModel(EncoderMixin, transformers.Qwen2_5_VLTextModel):  # type: ignore[misc]  # noqa: N801
+    """The decoder of Qwen2.5-VL, with tensor parallelism. Heads: 28 and 4 of keys in 7B; whole: norms."""
+
+    sharding_plan = decoder()
+
+
 class Qwen3VLForConditionalGeneration(EncoderMixin, transformers.Qwen3VLForConditionalGeneration):  # type: ignore[misc]
     """Qwen3-VL with its scores, with tensor parallelism.
 
@@ -73,6 +79,7 @@ _TWO = {**_QWEN2_5, "text_config": {**_TEXT, "num_key_value_heads": 2}}
 
 TINY_CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "Qwen2_5_VLForConditionalGeneration": {"": _QWEN2_5, "two key heads": _TWO},
+    "Qwen2_5_VLTextModel": {"": _TEXT},
     "Qwen3VLForConditionalGeneration": {"": _QWEN3, "tied": {**_QWEN3, "tie_word_embeddings": True}},
     "Qwen3VLModel": {"": _QWEN3},
 }
