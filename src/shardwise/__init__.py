@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.branches import spread_guidance
     from shardwise.runtime.mesh import init_mesh
     from shardwise.runtime.placement import placement
+    from shardwise.runtime.replicas import split_prompts, spread_prompts
     from shardwise.verification import verify
 
 __version__ = "0.1.0"
@@ -62,8 +63,10 @@ __all__ = [
     "infer",
     "init_mesh",
     "placement",
+    "split_prompts",
     "spread_decode",
     "spread_guidance",
+    "spread_prompts",
     "verify",
 ]
 
@@ -90,8 +93,10 @@ _ON_DEMAND = {
     "infer": "shardwise.models.inference",
     "init_mesh": "shardwise.runtime.mesh",
     "placement": "shardwise.runtime.placement",
+    "split_prompts": "shardwise.runtime.replicas",
     "spread_decode": "shardwise.models.decode",
     "spread_guidance": "shardwise.runtime.branches",
+    "spread_prompts": "shardwise.runtime.replicas",
     "verify": "shardwise.verification",
 }
 """Public name -> where it is. Importing torch takes seconds, and a launcher of ranks needs none of it."""
