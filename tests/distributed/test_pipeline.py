@@ -18,6 +18,7 @@ from torch import nn
 
 import shardwise
 from shardwise import ParallelConfig, TensorParallelConfig, demo_model_path
+from shardwise.demo import CALL
 from shardwise.errors import (
     PlanError,
     UnsupportedState,
@@ -110,6 +111,24 @@ def test_picture_is_the_same_however_the_work_is_shared(
         assert config.cfg == 1 or overlapped > 0
         assert sum(tiles) >= 4 * decode
         assert all(tiles)
+
+
+def _draw_prompts(prompts: list[str]) -> np.ndarray:
+    config = ParallelConfig(tp=2, dp=2)
+    pipeline = shardwise.DiffusionPipeline.from_pretrained(
+        demo_model_path(), parallel_config=config, dtype=torch.float32
+    )
+    generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
+    call = {**CALL, "output_type": "np", "generator": generators}
+    return shardwise.spread_prompts(pipeline, prompts, mesh=pipeline.parallel_mesh, **call)
+
+
+def test_prompts_are_shared_out_over_replicas_of_a_sharded_pipeline(four_ranks: Pool) -> None:
+    prompts = [f"a {color} circle on a white background" for color in ("red", "blue", "green")]
+    whole = diffusers.DiffusionPipeline.from_pretrained(demo_model_path(), dtype=torch.float32)
+    expected = [draw_embedded(whole, prompt, seed=i)[0] for i, prompt in enumerate(prompts)]
+    for pictures in four_ranks.run(_draw_prompts, prompts):
+        assert steps_of_255(pictures, np.stack(expected)) <= tolerances.PIXEL
 
 
 def _draw_small(folder: Path) -> tuple[Any, list[str]]:

@@ -58,7 +58,8 @@ class DiffusionPipeline:
         """Load a pipeline; its transformers and text encoders are read slice by slice, the rest is whole on each rank.
 
         The result is diffusers' own pipeline, on the rank's device, to be called on every rank with the same arguments.
-        Its `parallel_report` says what each rank holds, and with `cfg` its `guidance_spread` how calls were shared out.
+        Its `parallel_report` says what each rank holds. With more axes than `tp` it has its `parallel_mesh`, and its
+        `guidance_spread` says how the calls of the denoiser were shared out.
         Components are read one after another, so that what one needs on the way does not add to another's. At degree 1
         it is diffusers' own load.
 
@@ -91,6 +92,7 @@ class DiffusionPipeline:
         if unload_text_encoders_after_encoding:
             unload_after_encoding(pipeline)
         if mesh is not None:
+            pipeline.parallel_mesh = mesh
             for denoiser in denoisers(pipeline) if parallel.ring * parallel.ulysses > 1 else ():
                 enable_context_parallel(denoiser, mesh=mesh)
             pipeline.guidance_spread = spread_guidance(pipeline, mesh=mesh)
