@@ -240,6 +240,29 @@ def test_text_encoders_are_freed_before_denoising(two_ranks: Pool, picture: np.n
         assert steps_of_255(again, picture) <= tolerances.PIXEL
 
 
+# --- offloading ------------------------------------------------------------------------------------------------------
+
+
+def _offloaded(way: str, options: dict[str, Any]) -> np.ndarray:
+    pipeline = load(demo_model_path(), dtype=torch.float32)
+    getattr(pipeline, way)(**options)
+    return draw_embedded(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("enable_model_cpu_offload", {"device": "cpu"}),
+        ("enable_group_offload", {"onload_device": torch.device("cpu"), "offload_type": "leaf_level"}),
+    ],
+)
+def test_pipeline_with_a_sharded_text_encoder_is_offloaded(
+    two_ranks: Pool, picture: np.ndarray, way: str, options: dict[str, Any]
+) -> None:
+    for pixels in two_ranks.run(_offloaded, way, options):
+        assert steps_of_255(pixels, picture) <= tolerances.PIXEL
+
+
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
