@@ -56,13 +56,46 @@ def test_branches_that_are_dealt_draw_what_one_process_does_to_the_last_bit(
         assert (report["everywhere"], report["overlapped"]) == (everywhere, overlapped)
 
 
-@pytest.mark.parametrize("name", ["SD3", "ZImage"])
-def test_batch_of_both_branches_is_split_and_differs_by_rounding(two_ranks: Pool, name: str) -> None:
-    for _, error, report, closed in two_ranks.run(_drawn, name):
-        print(name, error)
+SKIPPED = {"skip_guidance_layers": [1], "skip_layer_guidance_start": -1.0, "skip_layer_guidance_stop": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "further"), [("SD3", {}, 0), ("SD3", SKIPPED, STEPS), ("ZImage", {}, 0)]
+)
+def test_batch_of_both_branches_is_split_and_differs_by_rounding(
+    two_ranks: Pool, name: str, changes: dict[str, Any], further: int
+) -> None:
+    for _, error, report, closed in two_ranks.run(_drawn, name, **changes):
         assert error < tolerances.FP32
         assert closed
-        assert (report["calls"], report["everywhere"], report["split"]) == (STEPS, 2, STEPS - 2)
+        # Each further call, of one branch, stands alone; the first of them teaches shapes.
+        everywhere = 2 + (further > 0)
+        assert (report["calls"], report["everywhere"], report["split"]) == (
+            STEPS + further,
+            everywhere,
+            STEPS - 2,
+        )
+
+
+def _without_guidance() -> tuple[bool, str, list[str]]:
+    """Draw one branch; return whether it is that of one process, the report, and what is logged."""
+    made = pipeline("QwenImage")
+    alone = draw(made, "QwenImage", true_cfg_scale=1.0)
+    with mock.patch.object(branches.logger, "warning") as warning:
+        with spread_guidance(made, mesh=_cfg_mesh()) as spread:
+            together = draw(made, "QwenImage", true_cfg_scale=1.0)
+        logged = [str(call.args[1]) for call in warning.call_args_list]
+    return torch.equal(together, alone), str(spread.report), logged
+
+
+def test_pipeline_without_guidance_draws_the_same_and_is_told_that_ranks_only_waited(two_ranks: Pool) -> None:
+    for equal, report, logged in two_ranks.run(_without_guidance):
+        assert equal
+        assert report.startswith(
+            "4 calls of the denoiser: 0 beside another, 0 split by the batch, 3 by one rank"
+        )
+        assert "no call ran beside another, so ranks for cfg gain nothing here" in report
+        assert logged == [report]
 
 
 # ---------------------------------------------------------------- with tensor parallelism
@@ -252,6 +285,27 @@ def _different_shapes() -> str:
         except RankFailure as error:
             return str(error)
     return "no error"
+
+
+@torch.no_grad()
+def _read_at_another_place() -> str:
+    """Read the first of two outputs before the second call, on one rank only."""
+    (toy,) = _toys(1)
+    x = torch.ones(1, 4)
+    with spread_guidance([toy], mesh=_cfg_mesh()):
+        toy(x)[0] + 0
+        try:
+            first = toy(x)[0]
+            if dist.get_rank() == 0:
+                first + 0
+            return str(first + toy(x)[0])
+        except RankFailure as error:
+            return str(error)
+
+
+def test_ranks_that_read_at_other_places_are_told_so(two_ranks: Pool) -> None:
+    for text in two_ranks.run(_read_at_another_place):
+        assert "the ranks differ in the number of calls before an output is read" in text
 
 
 def test_ranks_that_make_other_calls_are_told_so(two_ranks: Pool) -> None:

@@ -217,7 +217,7 @@ class GuidanceSpread:
         return self._branches.report if self._branches is not None else GuidanceReport()
 
     def close(self) -> None:
-        """Let every rank compute all calls again.
+        """Let every rank compute all calls again, and warn if ranks have only waited for each other.
 
         Raises:
             UnsupportedState: a model's forward was replaced meanwhile, by offloading for example.
@@ -230,6 +230,8 @@ class GuidanceSpread:
                 )
             del vars(model)["forward"], vars(model)[_STATE]
             vars(model).update(before)
+        if self._models and self.report.gains_nothing:
+            logger.warning("%s", self.report)
         self._models = []
 
     def __enter__(self) -> GuidanceSpread:

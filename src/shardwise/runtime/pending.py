@@ -31,15 +31,24 @@ class GuidanceReport:
     """Computed by all, each a part of the batch."""
     exchanged_bytes: int = 0
 
+    @property
+    def alone(self) -> int:
+        """Calls that one rank computed while the others waited."""
+        return self.calls - self.everywhere - self.overlapped - self.split
+
+    @property
+    def gains_nothing(self) -> bool:
+        """Whether ranks have only waited for each other."""
+        return self.alone > 0 and not self.overlapped and not self.split
+
     def __str__(self) -> str:
         """Return the counts, and what it means if no call ran beside another."""
-        alone = self.calls - self.everywhere - self.overlapped - self.split
         text = (
             f"{self.calls} calls of the denoiser: {self.overlapped} beside another, {self.split} split by the batch, "
-            f"{alone} by one rank while the others waited, {self.everywhere} by every rank to learn shapes; "
+            f"{self.alone} by one rank while the others waited, {self.everywhere} by every rank to learn shapes; "
             f"{self.exchanged_bytes:,} bytes exchanged"
         )
-        if alone and not self.overlapped and not self.split:
+        if self.gains_nothing:
             text += (
                 "\nno call ran beside another, so ranks for cfg gain nothing here: guidance is off, "
                 "or the pipeline reads the output of each call before it makes the next"
@@ -106,8 +115,8 @@ class Round:
         if self._error is not None:
             raise self._error  # read again, as a `finally` may: the other ranks are not there any more
         try:
-            with self.group.agreement(self.subject, self.patience):
-                pass
+            with self.group.agreement(self.subject, self.patience) as step:
+                step.must_equal(**{"the number of calls before an output is read": self._calls})
         except BaseException as error:
             self._error = error
             raise
@@ -157,8 +166,8 @@ class Pending(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give plain tensors to what goes to the memory of a tensor by itself."""
-        if func in _GOES_TO_MEMORY:
+        """Give plain tensors to what does not ask for values by an operation."""
+        if func in _NEEDS_VALUES:
             return func(*plain(args), **plain(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -178,11 +187,12 @@ class Pending(Tensor):
         return func(*plain(args), **plain(kwargs))
 
 
-_GOES_TO_MEMORY = frozenset(
+_NEEDS_VALUES = frozenset(
     {
         Tensor.__array__,
         Tensor.__deepcopy__,
         Tensor.__dlpack__,
+        Tensor.__format__,
         Tensor.__reduce_ex__,
         Tensor.data_ptr,
         Tensor.numpy,
@@ -190,7 +200,7 @@ _GOES_TO_MEMORY = frozenset(
         Tensor.untyped_storage,
     }
 )
-"""What a wrapper cannot answer, as it has no memory of its own."""
+"""What a wrapper cannot answer by itself, as it has no memory of its own."""
 
 
 def plain(value: Any) -> Any:
