@@ -277,6 +277,39 @@ def test_error_on_the_rank_of_one_branch_is_raised_on_the_other_and_nobody_waits
 
 
 @torch.no_grad()
+def _waiting_in_vain() -> str:
+    """Read an output on one rank at once, on the other when it is too late."""
+    (toy,) = _toys(1)
+    with spread_guidance([toy], mesh=_cfg_mesh(), timeout=0.5):
+        output = toy(torch.ones(1, 4))[0]
+        time.sleep(1.5 * dist.get_rank())
+        try:
+            return str(output + 0)
+        except RankFailure as error:
+            return str(error)
+
+
+def test_rank_that_waits_in_vain_gives_up_in_time(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(_waiting_in_vain)
+    assert "rank 1 of 2 (global rank 1) did not answer within 0:00:00.500000" in first
+    assert "rank 0 of 2 (global rank 0) has given up" in second
+
+
+@torch.no_grad()
+def _compiled_afterwards() -> bool:
+    (toy,) = _toys(1)
+    x = torch.ones(1, 4)
+    expected = toy(x)[0] + toy(x)[0]
+    with spread_guidance([toy], mesh=_cfg_mesh()):
+        toy.compile(backend="eager")
+        return all(torch.equal(toy(x)[0] + toy(x)[0], expected) for _ in range(3))
+
+
+def test_model_that_is_compiled_afterwards_computes_the_same(two_ranks: Pool) -> None:
+    assert two_ranks.run(_compiled_afterwards) == [True, True]
+
+
+@torch.no_grad()
 def _different_shapes() -> str:
     (toy,) = _toys(1)
     with spread_guidance([toy], mesh=_cfg_mesh()):

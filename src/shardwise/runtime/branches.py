@@ -327,6 +327,7 @@ def _share_out_calls(model: nn.Module, branches: Branches | None) -> None:
     assert branches is not None
     original = model.forward
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of the ranks' talk; blocks are compiled as ever
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return branches.call(model, original, args, kwargs)
