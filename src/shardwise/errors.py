@@ -7,6 +7,7 @@
     ├── UnsupportedState     (RuntimeError)         a model in a state that cannot be sharded
     ├── UnsupportedOperation (NotImplementedError)  something a sharded model cannot do
     ├── CheckpointError      (RuntimeError)         files that are missing, invalid, or do not fit the model
+    ├── OutputError          (RuntimeError)         pictures or reports that cannot be written
     ├── GroupError           (RuntimeError)         no process group, or this rank is not in it
     ├── RankFailure          (RuntimeError)         another rank failed; its message is repeated here
     └── UnequalInputs        (RuntimeError)         the ranks called one model with different inputs
@@ -42,6 +43,10 @@ class UnsupportedOperation(ShardwiseError, NotImplementedError):
 
 class CheckpointError(ShardwiseError, RuntimeError):
     """Weight files that are missing, invalid, or do not fit the model; raised on every rank if on one."""
+
+
+class OutputError(ShardwiseError, RuntimeError):
+    """A file with results that cannot be written: no room, no permission, or nothing installed to write it with."""
 
 
 class GroupError(ShardwiseError, RuntimeError):

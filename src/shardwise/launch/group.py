@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d
 
 from shardwise.errors import ConfigError
 
@@ -54,6 +55,15 @@ def _come(store: TCPStore, where: str, rank: int, others: int) -> None:
     """Say that this rank has come to some point, and wait for the first `others` ranks to say so."""
     store.set(f"shardwise/{where}/{rank}", "")
     store.wait([f"shardwise/{where}/{other}" for other in range(others)], PATIENCE)
+
+
+def limit_collectives(timeout: timedelta) -> None:
+    """Have the collectives of all process groups there are end after `timeout`.
+
+    Groups that are made later than the first, as those of a mesh are, wait for 10 or 30 minutes, whatever it waits.
+    """
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def uses_cuda(ranks: int, device: str | None) -> bool:

@@ -176,8 +176,16 @@ def _end(processes: list[subprocess.Popen[Any]], came: list[int]) -> None:
     while time.monotonic() < deadline and len(came) <= before and any(p.poll() is None for p in processes):
         time.sleep(POLL)
     _send(processes, signal.SIGKILL)
+    if before or any(process.returncode != 0 for process in processes):
+        _show_cursor()
     for process in processes:
         process.wait()
+
+
+def _show_cursor() -> None:
+    """Show the cursor of the terminal, which the progress bar of a rank hides and cannot show again if it is killed."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")
 
 
 def _send(processes: list[subprocess.Popen[Any]], *numbers: int) -> None:

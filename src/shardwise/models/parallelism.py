@@ -129,7 +129,8 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
         CheckpointError: files that are missing, invalid, or do not fit the model.
         GroupError, RankFailure: as `enable_parallelism`.
     """
-    subject, library = f"loading {cls.__name__} from {location}", library_of(cls)
+    where = "/".join(str(part) for part in (location, kwargs.get("subfolder")) if part)
+    subject, library = f"loading {cls.__name__} from {where}", library_of(cls)
     if not is_initialized():
         prepare(cls, location, config, library.parse(kwargs))  # what is wrong with the call comes first
     group = TensorParallelGroup.of(config)
