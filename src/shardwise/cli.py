@@ -15,6 +15,7 @@ from rich.table import Table
 from shardwise import __version__
 from shardwise.bench.command import bench
 from shardwise.errors import PlanError, ShardwiseError
+from shardwise.generate.command import generate
 
 if TYPE_CHECKING:
     from shardwise.demo.run import DemoReport
@@ -52,6 +53,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(generate)
 
 
 @main.command()

@@ -34,13 +34,20 @@ MAY_IMPORT = {
 }
 """Part of the package -> the parts it may import. Those that are not listed stand on top, and may import all."""
 
-KNOWS_MODELS = {"models", "encoders", "pipeline", "demo", "bench"}
+KNOWS_MODELS = {"models", "encoders", "pipeline", "demo", "bench", "generate"}
 """Parts that may import diffusers and transformers."""
 
 ASKS_ONLY = {"is_available", "is_initialized", "get_rank", "get_world_size"}
 """Functions of torch.distributed that need no other rank."""
 TALKS = {
-    "launch/group.py": {"init_process_group", "destroy_process_group"},
+    "launch/group.py": {
+        "init_process_group",
+        "destroy_process_group",
+        "distributed_c10d",
+        "_world",
+        "pg_map",
+        "_set_pg_timeout",
+    },
     "bench/diffusers_tp.py": {"from_local"},
     "bench/ranks.py": {"init_process_group", "barrier"},
     "bench/steps.py": {"barrier"},

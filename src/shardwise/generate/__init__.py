@@ -1,0 +1,1 @@
+"""`shardwise generate`: from a model, a prompt and a number of ranks to pictures."""
