@@ -16,9 +16,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
 	touch $@
 
-# torchao is for the tests alone: where it is installed, each import of diffusers takes seconds longer, and says so.
+# What the tests alone need. Where torchao is installed, each import of diffusers takes seconds longer, and says so.
 $(VENV)/.ready-to-test: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,quantize]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,quantize,video]'
 	touch $@
 
 demo: setup

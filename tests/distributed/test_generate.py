@@ -34,6 +34,8 @@ from shardwise.launch.group import limit_collectives
 from tests import tolerances
 from tests.lora import adapter
 from tests.pool import COLLECTIVE_SECONDS, Pool, RankError
+from tests.videos import frames_of
+from tests.whole_pipelines import save_small
 
 BIN = Path(sys.executable).parent
 PROMPT = "a red circle on a white background"
@@ -97,6 +99,24 @@ def test_ranks_that_share_other_work_draw_the_pictures_of_one_process(
     files = pool.run(worker.generate, asked)
     assert files == files[:1] * size
     assert steps_of_255(files[0], one_process[:2]) <= tolerances.PIXEL
+
+
+def test_video_is_written_as_frames_with_its_parameters(two_ranks: Pool, tmp_path: Path) -> None:
+    save_small("WanPipeline", tmp_path / "model")
+    request = Request(
+        str(tmp_path / "model"),
+        (PROMPT,),
+        tp=2,
+        steps=2,
+        size=(32, 48),
+        frames=5,
+        out=str(tmp_path),
+        arguments={"max_sequence_length": 16},
+    )
+    (file,), _ = two_ranks.run(worker.generate, request)
+    assert len(frames_of(file, 48, 32)) == 5
+    parameters = json.loads(Path(file).with_suffix(".json").read_text())
+    assert (parameters["pipeline"], parameters["num_frames"], parameters["tp"]) == ("WanPipeline", 5, 2)
 
 
 def _tile(request: Request) -> list[str]:

@@ -19,6 +19,7 @@ from shardwise.errors import ConfigError, OutputError, RankFailure, UnsupportedO
 from shardwise.generate import command, output
 from shardwise.generate.degree import smallest_that_fits, weights_by_degree
 from shardwise.generate.request import Request
+from tests.videos import frames_of
 
 GIB = 2**30
 TAKES = {"prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "width", "height"}
@@ -221,14 +222,14 @@ def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         output.require_folder(tmp_path / "file" / "out")
 
 
-def test_video_has_its_parameters_beside_it(tmp_path: Path) -> None:
-    def export(frames: list[Any], file: str, fps: int) -> None:
-        Path(file).write_text(f"{len(frames)} frames, {fps} a second")
-
-    with mock.patch.object(output, "export_to_video", export):
-        file = output.write_mp4(np.zeros((5, 4, 4, 3)), tmp_path, "v", PARAMETERS, 8)
-    assert file.read_text() == "5 frames, 8 a second"
+def test_video_has_its_frames_and_its_parameters_beside_it(tmp_path: Path) -> None:
+    grey = np.linspace(0.1, 0.9, 5).reshape(5, 1, 1, 1) * np.ones((1, 32, 48, 3))
+    file = output.write_mp4(grey, tmp_path, "v", PARAMETERS, 8)
+    frames = frames_of(file, 32, 48)
+    assert len(frames) == 5
+    assert np.abs(frames.mean((1, 2, 3)) / 255 - grey.mean((1, 2, 3))).max() < 0.02
     assert json.loads((tmp_path / "v.json").read_text()) == PARAMETERS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v.json", "v.mp4"]
 
 
 def test_what_is_missing_to_write_videos_is_said() -> None:
