@@ -8,10 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.pool import Pool
+from tests.pool import Pool, collect_garbage_seldom
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded; spawned ranks inherit it
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Begin the tests with everything imported."""
+    collect_garbage_seldom()
 
 
 def _pool(size: int) -> Iterator[Pool]:

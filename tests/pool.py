@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 import time
@@ -91,11 +92,18 @@ class Pool:
         return "silent", f"no answer in {CALL_SECONDS} s"
 
 
+def collect_garbage_seldom() -> None:
+    """Have garbage collected seldom, and not looked for in what has been imported: that is most of what there is."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def _serve(rank: int, size: int, store: Path, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    collect_garbage_seldom()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
