@@ -68,14 +68,21 @@ class Progress:
             load.told = time.monotonic()
             self._board.post(f"load/{name}", [load.arrived, total])
             if self._display is not None:
-                notes = [note or [0, total] for note in self._board.read(f"load/{name}")]
-                done, all_of_it = (sum(column) for column in zip(*notes, strict=True))
-                per_rank = " + ".join(_mib(note[0]) for note in notes)
-                self._display.show(name, done, all_of_it, f"{per_rank} MiB")
-                self.tell("load", component=name, bytes=[note[0] for note in notes], total=all_of_it)
+                self._show_load(self._display, name, total)
+
+    def _show_load(self, display: Display, name: str, total: int) -> None:
+        """Show how far each rank is, and write it down; a rank that has said nothing yet will read as much as this."""
+        notes = [note or [0, total] for note in self._board.read(f"load/{name}")]
+        done, all_of_it = (sum(column) for column in zip(*notes, strict=True))
+        per_rank = " + ".join(_mib(note[0]) for note in notes)
+        display.show(name, done, all_of_it, f"{per_rank} MiB")
+        self.tell("load", component=name, bytes=[note[0] for note in notes], total=all_of_it)
 
     def loaded(self, report: PipelineReport) -> None:
         """Say what each rank holds of the pipeline, once all of it is loaded."""
+        if self._display is not None:
+            for name, load in self._loads.items():  # other ranks may have ended later than this one
+                self._show_load(self._display, name, load.total)
         self.tell("loaded", components=[{**asdict(part), "bytes": part.bytes} for part in report.components])
         per_rank = " + ".join(_mib(nbytes) for nbytes in report.weight_bytes)
         whole, device = _mib(report.weight_bytes_one_process), self._group.device.type
