@@ -88,6 +88,10 @@ def test_ranks_draw_the_pictures_of_one_process(
         (2, {"dp": 2}),
         (4, {"tp": 2, "cfg": 2}),
         (4, {"tp": 2, "dp": 2}),
+        (4, {"tp": 2, "ulysses": 2}),
+        (4, {"cfg": 2, "dp": 2}),
+        (4, {"cfg": 2, "ulysses": 2}),
+        (4, {"dp": 2, "ulysses": 2}),
     ],
     ids=str,
 )
