@@ -281,6 +281,18 @@ def test_other_degree_than_the_running_group_is_refused(two_ranks: Pool) -> None
     assert all("2 ranks" in message for message in two_ranks.run(_other_degree))
 
 
+@pytest.fixture
+def on_the_pool(two_ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `verify` find its ranks running; that it starts its own is tested above."""
+
+    def run_ranks(function: Any, degree: int, job: run.Job, device: str | None) -> list[Any]:
+        assert degree == two_ranks.size
+        return two_ranks.run(function, job)
+
+    monkeypatch.setattr(run, "run_ranks", run_ranks)
+
+
+@pytest.mark.usefixtures("on_the_pool")
 def test_command_exits_0_and_prints_json_for_the_embedded_model() -> None:
     result = CliRunner().invoke(main, ["verify", "embedded", "--tp", "2", "--json"])
     assert result.exit_code == 0, result.output
@@ -289,6 +301,7 @@ def test_command_exits_0_and_prints_json_for_the_embedded_model() -> None:
     assert {"path", "error", "bound"} <= set(printed["modules"][0])
 
 
+@pytest.mark.usefixtures("on_the_pool")
 def test_command_exits_1_names_the_module_and_draws_the_strip(tmp_path: Path) -> None:
     write_plan(PLAIN_FF, tmp_path / "plan.json")
     plan, plot = ["--plan", str(tmp_path / "plan.json")], ["--plot", str(tmp_path / "strip.png")]
