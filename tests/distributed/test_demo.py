@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from diffusers import DiffusionPipeline
 from PIL import Image
 from tools.draw_docs_pictures import draw_with_plain_parts
 
 from shardwise import TensorParallelConfig, demo_model_path, placement
+from shardwise.cli import main
 from shardwise.demo import CALL
 from shardwise.demo.run import PROMPTS, draw_one_process, draw_sharded
 from shardwise.demo.world import caption, judge, parse_caption, sample_scene
@@ -140,7 +142,11 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_demo_command_writes_sheet_and_report(tmp_path: Path, tp: int) -> None:
-    printed = run(BIN / "shardwise", "demo", "--tp", str(tp), "--out", tmp_path / "out", cwd=tmp_path)
+    command = ["demo", "--tp", str(tp), "--out", str(tmp_path / "out")]
+    if tp > 1:
+        printed = run(BIN / "shardwise", *command, cwd=tmp_path)
+    else:  # nothing is started but the process itself
+        printed = CliRunner().invoke(main, command, catch_exceptions=False).output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["tp_degree"] == tp
     assert report["max_pixel_difference"] <= tolerances.PIXEL
