@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -52,3 +53,9 @@ def test_wheel_carries_the_model_and_the_types(tmp_path: Path) -> None:
 def test_import_of_the_package_does_not_import_diffusers() -> None:
     code = "import sys, shardwise; sys.exit('diffusers' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_make_test_runs_every_file_of_tests_once() -> None:
+    named = re.findall(r"pytest (tests/[^\s;]+)", (ROOT / "Makefile").read_text("utf-8"))
+    found = [path for name in named for path in ROOT.glob(name if "*" in name else f"{name}/**/test_*.py")]
+    assert sorted(found) == sorted((ROOT / "tests").rglob("test_*.py"))
