@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError, RankFailure
 from shardwise.launch import run_ranks
 from shardwise.launch.failure import Failure, cause, describe
+from shardwise.launch.group import _come
 from shardwise.launch.supervise import supervise
 
 LIMIT = 30
@@ -265,6 +267,15 @@ def test_running_rank_that_nobody_hears_of_is_named() -> None:
     text = describe([failure(0, "RuntimeError", "Timed out waiting 5ms")], {1: "it is running"}, 2)
     assert text.startswith("rank 1 of 2 did not answer (it is running)")
     assert "Timed out waiting 5ms" in text
+
+
+def test_rank_that_waits_for_none_asks_nothing_of_a_store_that_may_be_gone() -> None:
+    store = mock.Mock()
+    store.wait.side_effect = ConnectionError("rank 0 has left")
+    _come(store, "done", 1, 0)
+    store.set.assert_called_once_with("shardwise/done/1", "")
+    with pytest.raises(ConnectionError):
+        _come(store, "here", 1, 2)
 
 
 # --- ranks that meet --------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ def _store() -> TCPStore:
 def _come(store: TCPStore, where: str, rank: int, others: int) -> None:
     """Say that this rank has come to some point, and wait for the first `others` ranks to say so."""
     store.set(f"shardwise/{where}/{rank}", "")
-    store.wait([f"shardwise/{where}/{other}" for other in range(others)], PATIENCE)
+    if others:  # a rank that waits for none must not ask the store: rank 0 may be gone with it already
+        store.wait([f"shardwise/{where}/{other}" for other in range(others)], PATIENCE)
 
 
 def limit_collectives(timeout: timedelta) -> None:
