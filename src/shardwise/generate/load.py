@@ -10,12 +10,12 @@ import diffusers
 import torch
 import transformers
 
-from shardwise import models
 from shardwise.config import ParallelConfig, TensorParallelConfig
 from shardwise.errors import CheckpointError, UnsupportedOption
 from shardwise.generate.request import Request
 from shardwise.models.decode import spread_decode
 from shardwise.pipeline import DiffusionPipeline
+from shardwise.pipeline.components import shardable
 from shardwise.runtime.group import TensorParallelGroup
 
 
@@ -91,11 +91,7 @@ def _quantization(request: Request) -> dict[str, Any]:
     except ImportError as error:
         raise UnsupportedOption("--quantize int8 needs torchao: pip install 'shardwise[quantize]'") from error
     _, index = pipeline_class(request.location)
-    names = [
-        name
-        for name, entry in index.items()
-        if isinstance(entry, (list, tuple)) and entry[1] in models.FAMILIES
-    ]
+    names = [name for name, cls in shardable(index).items() if issubclass(cls, diffusers.ModelMixin)]
     mapping = {name: diffusers.TorchAoConfig(Int8WeightOnlyConfig()) for name in names}
     return {"quantization_config": diffusers.PipelineQuantizationConfig(quant_mapping=mapping)}
 

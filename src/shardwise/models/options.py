@@ -26,7 +26,7 @@ from shardwise.models.quantization import Quantization, refusal
 from shardwise.models.saving import STEM, let_save
 from shardwise.plan.meta import meta_parameters
 
-_HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 """Option -> values that ask for nothing, the default first; and the reason why others cannot be honoured."""
@@ -88,8 +88,8 @@ class LoadOptions:
             variant=rest.pop("variant", None),
             output_loading_info=rest.pop("output_loading_info", False),
             quantization=quantization,
-            hub={name: rest.pop(name) for name in _HUB_OPTIONS if rest.get(name) is not None},
-            model={name: value for name, value in rest.items() if name not in _HUB_OPTIONS},
+            hub={name: rest.pop(name) for name in HUB_OPTIONS if rest.get(name) is not None},
+            model={name: value for name, value in rest.items() if name not in HUB_OPTIONS},
         )
 
     def build(self, cls: Any, location: Any) -> Any:

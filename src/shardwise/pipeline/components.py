@@ -11,10 +11,8 @@ import diffusers
 
 from shardwise import encoders, models
 from shardwise.config import TensorParallelConfig
-from shardwise.encoders.mixin import EncoderMixin
-from shardwise.encoders.options import EncoderOptions
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
-from shardwise.models.options import LoadOptions
+from shardwise.models.options import NONE, Refused, library_of, without_refused
 from shardwise.models.parallelism import prepare
 
 
@@ -32,8 +30,7 @@ class Component:
         Raises:
             CheckpointError, PlanError, UnsupportedOption: as `from_pretrained` of the class.
         """
-        library = EncoderOptions if issubclass(self.cls, EncoderMixin) else LoadOptions
-        prepare(self.cls, folder, config, library.parse(self.options))
+        prepare(self.cls, folder, config, library_of(self.cls).parse(self.options))
 
     def load(self, folder: Path, config: TensorParallelConfig) -> Any:
         """Return the component, of which this rank holds its slices."""
@@ -154,10 +151,10 @@ def _has_variant(folder: Path, variant: str) -> bool:
     return any(True for _ in folder.glob(f"*.{variant}[.-]*"))
 
 
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "device_map": ((None,), "each rank has its own device; leave it out"),
-    "max_memory": ((None,), "it belongs to device_map; leave it out"),
-    "offload_folder": ((None,), "it belongs to device_map; leave it out"),
+REFUSED: Refused = {
+    "device_map": (NONE, "each rank has its own device; leave it out"),
+    "max_memory": (NONE, "it belongs to device_map; leave it out"),
+    "offload_folder": (NONE, "it belongs to device_map; leave it out"),
     "low_cpu_mem_usage": ((True, None), "sharded components are built without weights; leave it out"),
     "use_safetensors": ((True, None), "slices are read from safetensors files; leave it out"),
     "use_flashpack": ((False, None), "a FlashPack file cannot be read in slices; use the safetensors files"),
@@ -173,11 +170,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedOption: naming the option and what to do instead.
     """
-    for name, (harmless, reason) in REFUSED.items():
-        value = options.get(name, harmless[0])
-        if not any(value is allowed for allowed in harmless):
-            raise UnsupportedOption(f"{name}={value!r} cannot be combined with tensor parallelism: {reason}")
-    quantization = options.get("quantization_config")
+    quantization = without_refused(options, REFUSED).get("quantization_config")
     if quantization is not None and not hasattr(quantization, "_resolve_quant_config"):
         raise UnsupportedOption(
             f"quantization_config must be a diffusers.PipelineQuantizationConfig, got {type(quantization).__name__}"

@@ -25,6 +25,7 @@ from shardwise.checkpoint.hub import at_commit, commit_of
 from shardwise.config import ParallelConfig, TensorParallelConfig
 from shardwise.errors import CheckpointError, UnsupportedState
 from shardwise.models.context import enable_context_parallel
+from shardwise.models.options import HUB_OPTIONS, asked_dtype
 from shardwise.models.parallelism import as_config
 from shardwise.pipeline.components import check_options, choose, concrete, dtype_of
 from shardwise.pipeline.report import PipelineReport, component_report, held
@@ -38,7 +39,6 @@ from shardwise.runtime.shard import digest, sharding_of
 logger = logging.getLogger(__name__)
 
 INDEX = "model_index.json"
-_HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 
 
 class DiffusionPipeline:
@@ -132,8 +132,7 @@ class _Load:
     @property
     def dtype(self) -> Any:
         """The dtype that was asked for, by whichever of its two names."""
-        dtype = self.options.get("dtype")
-        return dtype if dtype is not None else self.options.get("torch_dtype")
+        return asked_dtype(dict(self.options))
 
     def whole(self) -> Any:
         """Return the pipeline that diffusers loads, and let it report as one rank."""
@@ -188,7 +187,7 @@ class _Load:
         """Return the pipeline's folder; one that is on the hub is fetched once for each node, at one commit."""
         if Path(self.location).is_dir():
             return Path(self.location)
-        hub = {name: self.options[name] for name in _HUB_OPTIONS if self.options.get(name) is not None}
+        hub = {name: self.options[name] for name in HUB_OPTIONS if self.options.get(name) is not None}
         neighbours = group.meet()
         with group.agreement(self.subject) as step:
             source = Source(self.location, hub=hub)
