@@ -26,6 +26,7 @@ from shardwise.checkpoint.read_plan import Read, ReadPlan, Wanted, needed_ranges
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.staging import Copy, Stage, stage_for
 from shardwise.errors import CheckpointError
+from shardwise.runtime.modes import in_modes_of_this_thread
 
 _T = TypeVar("_T")
 
@@ -306,7 +307,7 @@ def _run(lanes: Sequence[_Lane], queue: _Queue) -> None:
     else:
         with ThreadPoolExecutor(len(lanes) - 1, "shardwise-read") as pool:
             for lane in lanes[1:]:
-                pool.submit(lane.run, queue)
+                pool.submit(in_modes_of_this_thread(lane.run), queue)
             lanes[0].run(queue)
     if queue.error is not None:
         raise queue.error

@@ -49,12 +49,12 @@ class Scratch:
 
     def __init__(self, limit: int = SCRATCH) -> None:
         self.limit, self.nbytes = limit, 0
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = _on_the_cpu(0)
 
     def room(self, nbytes: int) -> Tensor:
         """Return the first bytes of the scratch buffer, which grows to what was asked for at most."""
         if nbytes > self.nbytes:
-            self._buffer, self.nbytes = torch.empty(nbytes, dtype=torch.uint8), nbytes
+            self._buffer, self.nbytes = _on_the_cpu(nbytes), nbytes
         return self._buffer[:nbytes]
 
     def deliver(self, copies: Sequence[Copy]) -> None:
@@ -64,6 +64,11 @@ class Scratch:
 
     def finish(self) -> None:
         """Return: nothing is under way."""
+
+
+def _on_the_cpu(nbytes: int, pin_memory: bool = False) -> Tensor:
+    """Return bytes on the CPU, also where the caller has made another device torch's default."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
 
 
 class Arrival(Protocol):
@@ -127,10 +132,10 @@ class TorchAccelerator:
     def pinned(self, nbytes: int) -> Tensor:
         """Return pinned memory; where the system refuses it, ordinary memory, from which copies are slower."""
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return _on_the_cpu(nbytes, pin_memory=True)
         except RuntimeError as error:
             logger.warning("no pinned memory (%s): weights are copied through pageable memory", error)
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return _on_the_cpu(nbytes)
 
     def copy(self, copies: Sequence[Copy]) -> Arrival:
         """Start the copies on the stream; a cast is done on the device, behind the copy."""

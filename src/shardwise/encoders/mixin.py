@@ -13,6 +13,7 @@ from shardwise.errors import UnsupportedOption
 from shardwise.models.options import LoadOptions
 from shardwise.models.parallelism import as_config, enable_parallelism, load_sharded
 from shardwise.plan.resolve import Plan
+from shardwise.runtime.modes import outside_inference_mode
 
 
 class EncoderMixin:
@@ -43,6 +44,7 @@ class EncoderMixin:
         return False
 
     @classmethod
+    @outside_inference_mode()
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model; with `parallel_config=TensorParallelConfig(...)` each rank reads only its own slices.
 

@@ -27,7 +27,6 @@ from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.replicas import spread_prompts
 
 
-@torch.inference_mode()
 def generate(request: Request) -> list[str]:
     """Draw what was asked for, together with the other ranks; return the files, which the first rank writes.
 
@@ -86,6 +85,7 @@ def _is_path(location: str) -> bool:
     return names_a_file or location.startswith((".", "/", "~")) or location.count("/") != 1
 
 
+@torch.inference_mode()
 def _drawn(request: Request, pipeline: Any, call: dict[str, Any]) -> Any:
     """Return the pictures or videos, each drawn from noise of its own seed.
 

@@ -19,6 +19,7 @@ from shardwise.compose import lora
 from shardwise.compose.offload import require_data, settled
 from shardwise.errors import CheckpointError
 from shardwise.models.offload import offload_groups_again, unmarked
+from shardwise.runtime.modes import ordinary, outside_inference_mode
 from shardwise.runtime.modules import LocalLayer
 from shardwise.runtime.shard import Sharding, digest, sharding_of
 
@@ -45,6 +46,7 @@ def allow(model: nn.Module) -> None:
             vars(model)[call.__name__] = MethodType(call, model)
 
 
+@outside_inference_mode()
 def load_lora_adapter(
     model: Any,
     pretrained_model_name_or_path_or_dict: Any,
@@ -73,13 +75,14 @@ def load_lora_adapter(
         claim = digest((name, prefix, hotswap, shapes, alphas, sorted((metadata or {}).items())))
         step.must_equal(adapter=f"{len(state)} tensors as {name} ({claim})")
     kwargs = {"low_cpu_mem_usage": True, **kwargs, "adapter_name": name, "metadata": metadata}
-    named = {key if prefix is None else f"{prefix}.{key}": tensor for key, tensor in local.items()}
+    named = {key if prefix is None else f"{prefix}.{key}": ordinary(tensor) for key, tensor in local.items()}
     with lora.undone_on_failure(model, name), group.agreement(subject), unmarked(model), settled():
         type(model).load_lora_adapter(model, named, prefix=prefix, hotswap=hotswap, **kwargs)
     if kwargs.get("_pipeline") is None:
         offload_groups_again(model)
 
 
+@outside_inference_mode()
 def add_adapter(model: Any, adapter_config: Any, adapter_name: str = "default") -> None:
     """Add an adapter for training as diffusers' method of this name does; rank 0's random values are everybody's.
 
@@ -101,6 +104,7 @@ def add_adapter(model: Any, adapter_config: Any, adapter_name: str = "default") 
     offload_groups_again(model)
 
 
+@outside_inference_mode()
 def fuse_lora(model: Any, *args: Any, **kwargs: Any) -> None:
     """Add adapters to the weights as diffusers' method of this name does.
 
@@ -112,6 +116,7 @@ def fuse_lora(model: Any, *args: Any, **kwargs: Any) -> None:
     offload_groups_again(model)
 
 
+@outside_inference_mode()
 def unfuse_lora(model: Any) -> None:
     """Take adapters out of the weights as diffusers' method of this name does.
 

@@ -20,6 +20,7 @@ from shardwise.models.parallelism import (
 )
 from shardwise.plan.check import CheckReport
 from shardwise.plan.resolve import Plan
+from shardwise.runtime.modes import outside_inference_mode
 from shardwise.runtime.shard import sharding_of
 
 
@@ -46,6 +47,7 @@ class TensorParallelMixin:
         return instance
 
     @classmethod
+    @outside_inference_mode()
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """Load a model; with `parallel_config=TensorParallelConfig(...)` each rank reads only its own slices.
 
@@ -75,6 +77,7 @@ class TensorParallelMixin:
         return load_sharded(cls, pretrained_model_name_or_path, config, kwargs)
 
     @classmethod
+    @outside_inference_mode()
     def from_single_file(cls, *args: Any, **kwargs: Any) -> Any:
         """Load a model whole from a file of an original format, as diffusers does.
 

@@ -32,6 +32,7 @@ from shardwise.models.planning import choose_plan
 from shardwise.models.progress import progress_bar
 from shardwise.plan.resolve import Plan, ResolvedPlan, resolve
 from shardwise.runtime.group import TensorParallelGroup, is_initialized
+from shardwise.runtime.modes import in_the_mode_of
 from shardwise.runtime.shard import (
     assign,
     fingerprint,
@@ -69,7 +70,7 @@ def enable_parallelism(model: _M, *, config: TensorParallelConfig, plan: Plan | 
     config = as_config(config)
     if config.tp_degree > 1:
         static = StaticCheck(config)
-        with lora.set_aside(model) as layers:
+        with in_the_mode_of(model), lora.set_aside(model) as layers:
             plan = choose_plan(model, config, plan)
             validate = partial(static.before, model)
             group = shard_in_memory(model, config, plan, validate, lora.describe(layers))

@@ -34,6 +34,7 @@ from shardwise.pipeline.unloading import unload_after_encoding
 from shardwise.runtime.branches import denoisers, spread_guidance
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.mesh import init_mesh
+from shardwise.runtime.modes import outside_inference_mode
 from shardwise.runtime.shard import digest, sharding_of
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class DiffusionPipeline:
     """Loads pipelines of diffusers with their large components sharded over the ranks."""
 
     @classmethod
+    @outside_inference_mode()
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: Any,
