@@ -75,7 +75,7 @@ def with_lora(name: str, folder: Path) -> Error:
 
 def with_int8(name: str, folder: Path) -> Error:
     """Quantize the weights while they are loaded."""
-    return Error(*quantized.errors(name, folder, INT8))
+    return Error(*quantized.errors(name, folder, INT8).means)
 
 
 def _offloaded(name: str, adapted: bool) -> Error:

@@ -190,3 +190,11 @@ def relative_error(actual: list[Tensor] | Tensor, expected: list[Tensor] | Tenso
     ]
     assert all(torch.isfinite(e).all() and e.abs().max() > 0 for e in expected)
     return max(errors)
+
+
+def distance(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the norm of the difference, over that of what is expected: a mean over elements, little left to chance."""
+    return max(
+        ((a.double() - e.double()).norm() / e.double().norm()).item()
+        for a, e in zip(actual, expected, strict=True)
+    )

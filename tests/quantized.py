@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from torchao.quantization import (
 
 from shardwise import TensorParallelConfig
 from shardwise.runtime.modules import LocalLayer
-from tests.helpers import family, outputs, tiny_inputs
+from tests.helpers import distance, family, outputs, tiny_inputs
 from tests.lora import FAMILIES as FAMILIES
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -50,8 +53,13 @@ FURTHER_KINDS: dict[str, Callable[[], Any]] = {
 }
 """Kinds that are accepted as well, and tried on one class."""
 
+INT8_PRODUCTS = {"int8 weights and activations", "int8 weights and activations, one scale"}
+"""Kinds by which integers of 8 bits are multiplied."""
+
 INT8, IN_GROUPS, GROUP = "int8 weights", "int4 weights in groups of 4", 4
 INPUTS = 6
+INPUTS_OF_ACTIVATIONS = 18
+"""Where activations are rounded as well, each input is a draw: so many, for a mean that says something."""
 
 
 def load(
@@ -69,18 +77,37 @@ def load(
     return getattr(family(name), name).from_pretrained(folder, **options)
 
 
-def distance(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the norm of the difference, over that of what is expected: a mean over elements, little left to chance."""
-    return max(
-        ((a.double() - e.double()).norm() / e.double().norm()).item()
-        for a, e in zip(actual, expected, strict=True)
-    )
-
-
 def mean_distance(name: str, model: nn.Module, exact: nn.Module) -> float:
     """Return the mean distance of a model's outputs to exact ones, over six random inputs."""
-    inputs = [tiny_inputs(name, seed) for seed in range(INPUTS)]
-    return sum(distance(outputs(model, i), outputs(exact, i)) for i in inputs) / INPUTS
+    return fmean(distances(name, model, exact))
+
+
+def distances(name: str, model: nn.Module, exact: nn.Module, count: int = INPUTS) -> list[float]:
+    """Return the distance of a model's outputs to exact ones, for each of some random inputs."""
+    inputs = [tiny_inputs(name, seed) for seed in range(count)]
+    return [distance(outputs(model, i), outputs(exact, i)) for i in inputs]
+
+
+@dataclass(frozen=True)
+class Distances:
+    """How far a quantized model is from fp32, sharded and in one process: by input, the same for both."""
+
+    sharded: list[float]
+    whole: list[float]
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Both, on average."""
+        return fmean(self.sharded), fmean(self.whole)
+
+    def excess(self, ratio: float) -> float:
+        """Return by how many standard errors the sharded model is farther than `ratio` times one process.
+
+        Which way an activation is rounded turns with the last digit of the sum that it comes from, and so with the
+        order of summing and the processor. What is compared is therefore a mean, with what is left of chance in it.
+        """
+        beyond = [s - ratio * w for s, w in zip(self.sharded, self.whole, strict=True)]
+        return fmean(beyond) / (stdev(beyond) / sqrt(len(beyond)))
 
 
 def pair(name: str, folder: Path, kind: str) -> tuple[Any, Any]:
@@ -117,10 +144,16 @@ def is_quantized(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
-def errors(name: str, folder: Path, kind: str) -> tuple[float, float]:
+def rounds_activations(kind: str) -> bool:
+    """Return whether a kind of quantization rounds activations as well as weights."""
+    return "activations" in kind
+
+
+def errors(name: str, folder: Path, kind: str) -> Distances:
     """Return the distances to fp32 of a sharded quantized model, and of one process that quantizes; on each rank."""
-    exact, (sharded, whole) = load(name, folder), pair(name, folder, kind)
-    return mean_distance(name, sharded, exact), mean_distance(name, whole, exact)
+    exact, models = load(name, folder), pair(name, folder, kind)
+    count = INPUTS_OF_ACTIVATIONS if rounds_activations(kind) else INPUTS
+    return Distances(*(distances(name, model, exact, count) for model in models))
 
 
 def parts(tensor: Tensor) -> dict[str, Tensor]:

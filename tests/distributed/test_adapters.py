@@ -20,7 +20,7 @@ from shardwise.runtime import modules
 from shardwise.runtime.shard import local_slice, sharding_of
 from tests import tolerances
 from tests.adapters import flux_adapter, load_flux_adapters, load_sd3_adapter, scale_adapters, sd3_adapter
-from tests.distributed.test_gradients import compare_gradients
+from tests.gradients import Errors, assert_equal_gradients, compare_gradients
 from tests.helpers import outputs, relative_error, tiny_inputs, tiny_model
 from tests.pool import Pool
 
@@ -107,14 +107,14 @@ def test_adapters_of_flux_cost_two_sums_for_each_double_block(two_ranks: Pool, n
     assert set(two_ranks.run(_all_reduces, name, True)) == {without + more}
 
 
-def _gradients(name: str) -> tuple[float, float]:
+def _gradients(name: str) -> Errors:
     whole = adapted(name)
     return compare_gradients(whole, example_inputs(whole))
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_gradients_with_adapters_equal_one_process(ranks: Pool, name: str) -> None:
-    assert max(max(errors) for errors in ranks.run(_gradients, name)) < tolerances.FP32
+    assert_equal_gradients(ranks.run(_gradients, name))
 
 
 def _compiled(name: str) -> float:
@@ -175,7 +175,7 @@ def test_the_comparison_sees_values_of_other_heads(two_ranks: Pool, name: str) -
 
 def _norms_unsummed() -> float:
     with mock.patch.object(modules, "sum_gradients"):
-        return max(_gradients(SD3))
+        return _gradients(SD3).worst
 
 
 def test_the_comparison_sees_gradients_of_norms_that_are_partial_sums(two_ranks: Pool) -> None:

@@ -22,6 +22,7 @@ from tests.helpers import (
     FAMILIES,
     Routes,
     cast,
+    distance,
     family,
     outputs,
     relative_error,
@@ -278,7 +279,7 @@ def _bf16(name: str, folder: Path) -> tuple[float, float, set[str]]:
     errors = []
     for model in (sharded, whole):
         with routes.again():
-            errors.append(relative_error(outputs(model, half), exact))
+            errors.append(distance(outputs(model, half), exact))
         assert routes.all_taken()
     return errors[0], errors[1], same
 

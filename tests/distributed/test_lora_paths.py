@@ -25,9 +25,9 @@ from shardwise.errors import CheckpointError, RankFailure, ShardwiseError, Unsup
 from shardwise.plan.layout import Layout, Replicated
 from shardwise.runtime.shard import local_slice, sharding_of
 from tests import tolerances
-from tests.distributed.test_gradients import backward
 from tests.distributed.test_lora import FLUX, FLUX2, WAN, error_of, pair, sharded_copy
 from tests.distributed.test_refusals import same, state
+from tests.gradients import backward
 from tests.helpers import outputs, randomize, relative_error, tiny_inputs, tiny_model
 from tests.lora import FluxPipeline, adapter, config, randomize_factors
 from tests.pool import Pool

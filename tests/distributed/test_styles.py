@@ -15,7 +15,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.layout import Shard
 from shardwise.runtime.shard import sharding_of
 from tests import tolerances
-from tests.helpers import outputs, randomize, relative_error
+from tests.helpers import distance, outputs, randomize, relative_error
 from tests.pool import Pool
 from tests.small_models import SMALL, Mlp, Modulation, Parallel, small_input
 
@@ -129,8 +129,8 @@ def _bf16(cls: type[Any]) -> tuple[float, float]:
     exact = outputs(whole, inputs)
     sharded = enable_parallelism(copy.deepcopy(whole).bfloat16(), config=config())
     return (
-        relative_error(outputs(sharded, half_inputs), exact),
-        relative_error(outputs(whole.bfloat16(), half_inputs), exact),
+        distance(outputs(sharded, half_inputs), exact),
+        distance(outputs(whole.bfloat16(), half_inputs), exact),
     )
 
 

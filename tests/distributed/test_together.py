@@ -19,7 +19,7 @@ from shardwise import TensorParallelConfig, enable_parallelism
 from shardwise.runtime.shard import sharding_of
 from shardwise.runtime.together import Together
 from tests import tolerances
-from tests.distributed.test_gradients import compare_gradients
+from tests.gradients import Errors, assert_equal_gradients, compare_gradients
 from tests.helpers import outputs, randomize, relative_error
 from tests.pool import Pool
 
@@ -101,7 +101,7 @@ def test_queries_and_keys_that_are_read_together_share_a_sum(ranks: Pool, kind: 
         assert all_reduces == SUMS[order] * NORMS[kind][1] + 1  # and one behind the attention
 
 
-def _gradients(kind: str) -> tuple[float, float]:
+def _gradients(kind: str) -> Errors:
     class Planned(Attention):
         _tp_plan = PLAN
 
@@ -110,8 +110,7 @@ def _gradients(kind: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_gradients_through_a_shared_sum_equal_one_process(ranks: Pool, kind: str) -> None:
-    for errors in ranks.run(_gradients, kind):
-        assert max(errors) < tolerances.FP32
+    assert_equal_gradients(ranks.run(_gradients, kind))
 
 
 def _copied() -> tuple[float, float, bool]:

@@ -25,9 +25,10 @@ from shardwise.runtime.collectives import enter_shard, reduce_partial
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.shard import local_slice, sharding_of
 from tests import tolerances
-from tests.distributed.test_gradients import DIFFERENTIABLE, TRAINED, backward
+from tests.distributed.test_gradients import TRAINED
 from tests.distributed.test_lora import pair
 from tests.distributed.test_lora_paths import give, parts
+from tests.gradients import DIFFERENTIABLE, backward
 from tests.helpers import call, randomize, relative_error, tiny_inputs
 from tests.lora import config
 from tests.pool import Pool, at_two_ranks_and_once_at_four

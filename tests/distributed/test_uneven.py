@@ -19,7 +19,7 @@ from shardwise.plan.layout import Shard, Span
 from shardwise.plan.resolve import resolve
 from shardwise.runtime.shard import sharding_of
 from tests import tolerances
-from tests.distributed.test_gradients import compare_gradients
+from tests.gradients import Errors, assert_equal_gradients, compare_gradients
 from tests.helpers import family, outputs, relative_error, save_tiny, tiny_model
 from tests.pool import Pool
 
@@ -68,14 +68,13 @@ def test_E4_six_heads_on_four_ranks_equal_one_process(four_ranks: Pool, name: st
         assert unforeseen == 0
 
 
-def _gradients(name: str) -> tuple[float, float]:
+def _gradients(name: str) -> Errors:
     return compare_gradients(tiny_model(name, **SIX[name]), inputs_of(name), uneven=True)
 
 
 @pytest.mark.parametrize("name", ["ZImageTransformer2DModel", "WanTransformer3DModel"])
 def test_gradients_of_unequal_numbers_of_heads_equal_one_process(four_ranks: Pool, name: str) -> None:
-    for errors in four_ranks.run(_gradients, name):
-        assert max(errors) < tolerances.FP32
+    assert_equal_gradients(four_ranks.run(_gradients, name))
 
 
 # ---------------------------------------------------------------- what a rank holds, and reads

@@ -8,9 +8,11 @@ them is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import gcd
 from typing import Any
+
+import torch
 
 from shardwise.errors import UnsupportedOption
 from shardwise.plan.layout import Shard
@@ -59,6 +61,40 @@ def block_of(config: Any) -> Block:
     if group is not None:
         return 1, int(group)
     return (WHOLE, WHOLE) if type(granularity).__name__ == "PerTensor" else (1, WHOLE)
+
+
+def check_device(device: torch.device, configs: Iterable[Any]) -> None:
+    """Refuse to compute with weights and activations of 8 bits where that gives wrong numbers.
+
+    Args:
+        device: Where the model computes.
+        configs: The configurations of torchao that are asked for.
+
+    Raises:
+        UnsupportedOption: the processor multiplies such numbers wrongly.
+    """
+    names = {type(config).__name__ for config in configs}
+    if device.type == "cpu" and names & _MULTIPLY_INT8 and not multiplies_int8_rightly():
+        raise UnsupportedOption(
+            f"quantization_config={', '.join(sorted(names & _MULTIPLY_INT8))} gives wrong numbers on this processor, "
+            "in one process as well: it has no VNNI instructions, and torch's products of 8-bit integers overflow "
+            "without; quantize the weights alone, with Int8WeightOnlyConfig"
+        )
+
+
+_MULTIPLY_INT8 = {"Int8DynamicActivationInt8WeightConfig"}
+"""Configurations by which integers of 8 bits are multiplied."""
+
+
+def multiplies_int8_rightly() -> bool:
+    """Return whether torch's products of 8-bit integers are right on this processor.
+
+    On x86-64, oneDNN adds pairs of products in 16 bits where the processor has no instruction that adds them in 32, and
+    what does not fit is cut off (its developer guide, "Nuances of int8 Computations").
+    """
+    size, largest = 32, torch.iinfo(torch.int8).max
+    full = torch.full((size, size), largest, dtype=torch.int8, device="cpu")
+    return bool((torch._int_mm(full, full) == size * largest**2).all())
 
 
 def check_borders(plan: ResolvedPlan, configs: Mapping[str, Any]) -> None:

@@ -141,6 +141,8 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
         ready = prepare(cls, location, config, options)
         model = ready.model
         group.check(config)
+        if options.quantization is not None:
+            options.quantization.check_device(group.device)
         static = StaticCheck(config, options.example_inputs)
         step.say(static.look(model, ready.plan, mine=group.rank == 0))
         step.must_equal(

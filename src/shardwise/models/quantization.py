@@ -15,7 +15,7 @@ from diffusers.quantizers import DiffusersAutoQuantizer
 from diffusers.quantizers.torchao import torchao_quantizer
 from torch import Tensor
 
-from shardwise.compose.quantize import check_borders
+from shardwise.compose.quantize import check_borders, check_device
 from shardwise.errors import UnsupportedOption
 from shardwise.plan.resolve import ResolvedPlan
 from shardwise.runtime.modules import LocalLayer
@@ -80,6 +80,14 @@ class Quantization:
             UnsupportedOption: the configuration is not known to, or a group of weights would be cut.
         """
         check_borders(plan, dict(self._configs()))
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device on which what was asked for gives wrong numbers.
+
+        Raises:
+            UnsupportedOption: the processor multiplies integers of 8 bits wrongly.
+        """
+        check_device(device, dict(self._configs()).values())
 
     def _configs(self) -> Iterator[tuple[str, Any]]:
         """Yield the path of each module whose weight will be quantized, and torchao's configuration for it."""
