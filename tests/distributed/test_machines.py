@@ -62,10 +62,10 @@ def _pipeline() -> Any:
 
 
 def _in_memory() -> Any:
-    cls = diffusers.Flux2Transformer2DModel
-    return enable_parallelism(
-        cls.from_pretrained(demo_model_path(), subfolder="transformer"), config=_config()
-    )
+    """Shard a model that was made in no mode, whichever the caller is in."""
+    with torch.inference_mode(False):
+        model = diffusers.Flux2Transformer2DModel.from_pretrained(demo_model_path(), subfolder="transformer")
+    return enable_parallelism(model, config=_config())
 
 
 def _quantized() -> Any:
