@@ -79,13 +79,17 @@ def load(
 
 def mean_distance(name: str, model: nn.Module, exact: nn.Module) -> float:
     """Return the mean distance of a model's outputs to exact ones, over six random inputs."""
-    return fmean(distances(name, model, exact))
+    return fmean(distances(name, model, results(name, exact, INPUTS)))
 
 
-def distances(name: str, model: nn.Module, exact: nn.Module, count: int = INPUTS) -> list[float]:
-    """Return the distance of a model's outputs to exact ones, for each of some random inputs."""
-    inputs = [tiny_inputs(name, seed) for seed in range(count)]
-    return [distance(outputs(model, i), outputs(exact, i)) for i in inputs]
+def results(name: str, exact: nn.Module, count: int) -> list[list[Tensor]]:
+    """Return the outputs of a model for each of some random inputs."""
+    return [outputs(exact, tiny_inputs(name, seed)) for seed in range(count)]
+
+
+def distances(name: str, model: nn.Module, exact: list[list[Tensor]]) -> list[float]:
+    """Return the distance of a model's outputs to exact ones, for each of the same inputs."""
+    return [distance(outputs(model, tiny_inputs(name, seed)), e) for seed, e in enumerate(exact)]
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,8 @@ def rounds_activations(kind: str) -> bool:
 
 def errors(name: str, folder: Path, kind: str) -> Distances:
     """Return the distances to fp32 of a sharded quantized model, and of one process that quantizes; on each rank."""
-    exact, models = load(name, folder), pair(name, folder, kind)
-    count = INPUTS_OF_ACTIVATIONS if rounds_activations(kind) else INPUTS
-    return Distances(*(distances(name, model, exact, count) for model in models))
+    exact = results(name, load(name, folder), INPUTS_OF_ACTIVATIONS if rounds_activations(kind) else INPUTS)
+    return Distances(*(distances(name, model, exact) for model in pair(name, folder, kind)))
 
 
 def parts(tensor: Tensor) -> dict[str, Tensor]:

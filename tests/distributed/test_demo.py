@@ -140,7 +140,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2])  # four ranks draw the same pictures: above
 def test_demo_command_writes_sheet_and_report(tmp_path: Path, tp: int) -> None:
     command = ["demo", "--tp", str(tp), "--out", str(tmp_path / "out")]
     if tp > 1:
