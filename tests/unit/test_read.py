@@ -286,6 +286,18 @@ def test_threads_are_a_share_of_the_cores(
     assert reader.read({"x": Wanted(entry, Replicated(), torch.float32)})[1].threads == threads
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bytes_that_are_cast_pass_through_the_cpu_whatever_the_default_device_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(read_plan, "CHUNK", 64)
+    whole = random_tensor((64,))
+    wanted = {"x": Wanted(store(tmp_path, x=whole)["x"], Replicated(), torch.bfloat16)}
+    with torch.device("meta"):
+        found, _ = SliceReader(0, 1, CPU, threads=threads).read(wanted)
+    assert torch.equal(found["x"], whole.bfloat16())
+
+
 def test_report_says_what_was_read_and_how_fast() -> None:
     report = LoadReport(1_240_000_000, 3_620_000_000, 0.4, threads=2, staging_bytes=2**21, cold=True)
     assert report.gb_per_s == pytest.approx(3.1)
