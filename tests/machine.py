@@ -37,11 +37,8 @@ os.cpu_count = lambda: {count}
 """
 
 
-def environment(folder: Path, count: int) -> dict[str, str]:
-    """Return the environment for a process that believes so, and all that it starts; writes to `folder`.
-
-    Threads of torch stay one for each rank: more than there are cores would make everything slow.
-    """
+def with_cores(folder: Path, count: int) -> dict[str, str]:
+    """Return the variables by which a process believes so, and all that it starts; writes to `folder`."""
     (folder / "sitecustomize.py").write_text(_SITE.format(count=count))
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return {"PYTHONPATH": os.pathsep.join(paths)}

@@ -6,7 +6,7 @@ difference is rounding: measured 2e-7 to 2e-6.
 """
 
 FP32 = 1e-5
-"""A forward in fp32, or a gradient of one of the classes of `tests.lora.FAMILIES`."""
+"""A forward in fp32, or a gradient of an adapter or of checkpointed blocks."""
 
 ROUNDINGS = 4.0
 """Gradients in fp32 may be this many times as far from those of one process as rounding takes those.
@@ -49,5 +49,6 @@ one process has, so the distance to expect is at most that of one process; what 
 STANDARD_ERRORS = 3.0
 """By so many standard errors a mean may be beyond what it is held to, where each term of it is a draw.
 
-A right model fails once in 300 draws if it is *at* the bound; it is a sixth below it.
+Of 18 terms, by Student's distribution, a model whose mean is *at* the bound is beyond it once in 248 times; the mean to
+expect is a sixth below.
 """

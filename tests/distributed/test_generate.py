@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from shardwise.launch import run_ranks
 from shardwise.launch.group import limit_collectives
 from tests import tolerances
 from tests.lora import adapter
+from tests.machine import with_cores
 from tests.pool import COLLECTIVE_SECONDS, Pool, RankError
 from tests.videos import frames_of
 from tests.whole_pipelines import save_small
@@ -278,8 +279,10 @@ def test_picture_without_room_is_said_on_every_rank(two_ranks: Pool, tmp_path: P
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def run(*command: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+def run(
+    *command: str | Path, code: int = 0, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
     done = subprocess.run([str(c) for c in command], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stdout + done.stderr
     return done
@@ -346,6 +349,12 @@ def _check_events(events: list[dict[str, Any]], file: str) -> None:
     assert len(steps[-1]["memory"]) == 2
     assert events[-1]["event"] == "done"
     assert events[-1]["files"] == [file]
+
+
+def test_command_draws_where_a_rank_has_four_cores(one_process: list[np.ndarray], tmp_path: Path) -> None:
+    options = ["--tp", "2", "--device", "cpu", "--prompt", PROMPT, "--seed", str(SEED), "--out", tmp_path]
+    run(BIN / "shardwise", "generate", "embedded", *options, variables=with_cores(tmp_path, 8))
+    assert steps_of_255([str(tmp_path / f"seed-{SEED}.png")], one_process[:1]) <= tolerances.PIXEL
 
 
 def test_command_is_a_rank_under_torchrun(one_process: list[np.ndarray], tmp_path: Path) -> None:

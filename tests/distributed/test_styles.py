@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import PackedColwiseParallel, PackedRowwiseParallel, TensorParallelConfig, enable_parallelism
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Shard
+from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.shard import sharding_of
 from tests import tolerances
 from tests.helpers import distance, outputs, randomize, relative_error
@@ -132,6 +134,23 @@ def _bf16(cls: type[Any]) -> tuple[float, float]:
         distance(outputs(sharded, half_inputs), exact),
         distance(outputs(whole.bfloat16(), half_inputs), exact),
     )
+
+
+def _bf16_of_coarser_sums(cls: type[Any]) -> tuple[float, float]:
+    """Round the terms of each sum over the ranks to 8 bits."""
+    plain = TensorParallelGroup.all_reduce
+
+    def all_reduce(group: TensorParallelGroup, tensor: Tensor) -> Tensor:
+        return plain(group, tensor.to(torch.float8_e4m3fn).to(tensor.dtype))
+
+    with mock.patch.object(TensorParallelGroup, "all_reduce", all_reduce):
+        return _bf16(cls)
+
+
+@pytest.mark.parametrize("cls", [Mlp, Parallel], ids=lambda cls: cls.__name__)
+def test_the_comparison_in_bf16_sees_sums_of_coarser_terms(ranks: Pool, cls: type[Any]) -> None:
+    for sharded, whole in ranks.run(_bf16_of_coarser_sums, cls):
+        assert sharded > 2 * tolerances.BF16_RATIO * whole
 
 
 @pytest.mark.parametrize("cls", [Mlp, Parallel], ids=lambda cls: cls.__name__)

@@ -20,6 +20,7 @@ from shardwise.checkpoint.read_plan import Wanted
 from shardwise.checkpoint.report import LoadReport
 from shardwise.errors import CheckpointError
 from shardwise.plan.layout import Layout, Replicated, Shard
+from tests.machine import MODES
 
 CPU = torch.device("cpu")
 LAYOUTS = [
@@ -296,6 +297,20 @@ def test_bytes_that_are_cast_pass_through_the_cpu_whatever_the_default_device_is
     with torch.device("meta"):
         found, _ = SliceReader(0, 1, CPU, threads=threads).read(wanted)
     assert torch.equal(found["x"], whole.bfloat16())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_threads_read_in_the_mode_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(read_plan, "CHUNK", 64)
+    whole = random_tensor((512,))
+    wanted = {"x": Wanted(store(tmp_path, x=whole)["x"], Replicated(), torch.bfloat16)}
+    with MODES[mode]():
+        found, report = SliceReader(0, 1, CPU, threads=4).read(wanted)
+    assert report.threads == 4
+    assert torch.equal(found["x"], whole.bfloat16())
+    assert found["x"].is_inference() == (mode == "inference_mode")
 
 
 def test_report_says_what_was_read_and_how_fast() -> None:

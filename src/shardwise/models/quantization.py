@@ -87,7 +87,7 @@ class Quantization:
         Raises:
             UnsupportedOption: the processor multiplies integers of 8 bits wrongly.
         """
-        check_device(device, dict(self._configs()).values())
+        check_device(device, (config for _, config in self._configs()))
 
     def _configs(self) -> Iterator[tuple[str, Any]]:
         """Yield the path of each module whose weight will be quantized, and torchao's configuration for it."""
