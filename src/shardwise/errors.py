@@ -8,6 +8,7 @@
     ├── UnsupportedOperation (NotImplementedError)  something a sharded model cannot do
     ├── CheckpointError      (RuntimeError)         files that are missing, invalid, or do not fit the model
     ├── OutputError          (RuntimeError)         pictures or reports that cannot be written
+    ├── NotFinite            (ArithmeticError)      a picture of numbers that are not finite
     ├── GroupError           (RuntimeError)         no process group, or this rank is not in it
     ├── RankFailure          (RuntimeError)         another rank failed; its message is repeated here
     └── UnequalInputs        (RuntimeError)         the ranks called one model with different inputs
@@ -47,6 +48,10 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 class OutputError(ShardwiseError, RuntimeError):
     """A file with results that cannot be written: no room, no permission, or nothing installed to write it with."""
+
+
+class NotFinite(ShardwiseError, ArithmeticError):
+    """A picture that would be drawn from numbers that are infinite or none; raised before it is decoded."""
 
 
 class GroupError(ShardwiseError, RuntimeError):

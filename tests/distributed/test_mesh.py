@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -11,7 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import ParallelConfig, TensorParallelConfig, enable_parallelism, init_mesh
-from shardwise.errors import ConfigError, GroupError
+from shardwise.errors import ConfigError, GroupError, RankFailure
+from shardwise.runtime import hosts as runtime_hosts
+from shardwise.runtime import mesh as runtime_mesh
+from shardwise.runtime.agreement import waiting_at_most
+from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.mesh import ranks_along
 from tests import tolerances
 from tests.helpers import outputs, randomize, relative_error
@@ -121,6 +131,50 @@ def test_axes_of_a_parallel_config_have_the_ranks_that_share_them(four_ranks: Po
     assert [members["dp"] for members in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
+@contextmanager
+def _on(hosts: str) -> Iterator[None]:
+    """Let the ranks of a pool be on machines of these names, by rank."""
+    node = property(lambda group: [hosts[dist.get_rank()], ""])
+    with (
+        mock.patch.object(TensorParallelGroup, "node", node),
+        mock.patch.object(runtime_mesh, "_meshes", WeakKeyDictionary()),
+        mock.patch.object(runtime_hosts, "_told", set()),
+    ):
+        yield
+
+
+def _placed(hosts: str, config: ParallelConfig) -> tuple[dict[str, list[int]], float, list[str]]:
+    """Return the ranks along each axis, the error of a model that is sharded along one, and what was warned of."""
+    log: list[str] = []
+    with (
+        _on(hosts),
+        mock.patch.object(runtime_hosts.logger, "warning", lambda line, *values: log.append(line % values)),
+    ):
+        whole = randomize(Transformer())
+        sharded = enable_parallelism(copy.deepcopy(whole), config=config.tensor_parallel(init_mesh(config)))
+        inputs = small_input(Transformer)
+        return _members(config), relative_error(outputs(sharded, inputs), outputs(whole, inputs)), log
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tp", "lines"),
+    [
+        ("aabb", [[0, 1], [0, 1], [2, 3], [2, 3]], 0),
+        ("abab", [[0, 2], [1, 3], [0, 2], [1, 3]], 0),
+        ("abbb", [[0, 3], [1, 2], [1, 2], [0, 3]], 1),
+    ],
+)
+def test_ranks_that_share_weights_are_of_one_machine_whatever_their_numbers(
+    four_ranks: Pool, hosts: str, tp: list[list[int]], lines: int
+) -> None:
+    results = four_ranks.run(_placed, hosts, ParallelConfig(tp=2, cfg=2))
+    assert [members["tp"] for members, _, _ in results] == tp
+    assert max(error for _, error, _ in results) < tolerances.FP32
+    said = [line for _, _, log in results for line in log]
+    assert len(said) == lines
+    assert all(line.startswith("tp=2 lies across 2 machines (a, b)") for line in said)
+
+
 def _refused(config: ParallelConfig, axis: str | None) -> str:
     try:
         mesh = init_mesh(config)
@@ -154,3 +208,56 @@ def test_mesh_that_cannot_be_is_refused_with_what_fits(
 def test_mesh_without_a_process_group_says_how_to_start_one() -> None:
     with pytest.raises(GroupError, match="tp=2 needs a process group: start the script with `torchrun"):
         init_mesh(ParallelConfig(tp=2))
+
+
+# --- meshes that are made again and again --------------------------------------------------------------------------
+
+
+def _made_again(times: int, kept: bool) -> tuple[int, int, bool]:
+    """Make the meshes of some degrees again and again; return how many descriptors and groups came after the first."""
+
+    def make() -> list[DeviceMesh]:
+        degrees = ({"cfg": 2}, {"dp": 2}, {"ulysses": 2}, {"tp": 2})
+        return [init_mesh(ParallelConfig(**each)) for each in degrees]
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(dist.distributed_c10d._world.pg_map)
+
+    first, before, same = make(), held(), True
+    for _ in range(times):
+        if not kept:
+            runtime_mesh._meshes.clear()
+        same = same and all(a is b for a, b in zip(first, make(), strict=True))
+    descriptors, groups = held()
+    return descriptors - before[0], groups - before[1], same
+
+
+def test_mesh_of_the_same_degrees_is_made_once(two_ranks: Pool) -> None:
+    assert two_ranks.run(_made_again, 3, kept=True) == [(0, 0, True)] * 2
+
+
+def test_mesh_that_is_not_kept_leaves_groups_behind(two_ranks: Pool) -> None:
+    for descriptors, groups, same in two_ranks.run(_made_again, 1, kept=False):
+        assert descriptors > 0
+        assert groups > 4
+        assert not same
+
+
+def _mesh_that_one_rank_does_not_make() -> str:
+    if dist.get_rank() == 1:
+        return "not asked"
+    try:
+        with waiting_at_most(timedelta(seconds=0.5)):
+            init_mesh(ParallelConfig(cfg=2))
+    except RankFailure as error:
+        return str(error)
+    return "made"
+
+
+def test_mesh_that_one_rank_does_not_make_ends_by_an_agreement() -> None:
+    ranks = Pool(2)  # of its own: the ranks are out of step afterwards
+    try:
+        first, _ = ranks.run(_mesh_that_one_rank_does_not_make)
+    finally:
+        ranks.stop()
+    assert "rank 1 of 2 (global rank 1) did not answer within 0:00:00.500000" in first

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
 
-from shardwise.errors import CheckpointError, PlanError, RankFailure, ShardwiseError, UnsupportedOption
-from shardwise.runtime.group import _compare_claims, _raise_failure
+import pytest
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from shardwise.errors import (
+    CheckpointError,
+    GroupError,
+    PlanError,
+    RankFailure,
+    ShardwiseError,
+    UnsupportedOption,
+)
+from shardwise.runtime.agreement import Words, compare_claims, raise_failure
+from shardwise.runtime.group import TensorParallelGroup
 
 
 def raised(
     failures: list[tuple[str, str] | None], error: BaseException | None = None
 ) -> BaseException | None:
     try:
-        _raise_failure("loading", [list(failure) if failure else None for failure in failures], error)
+        raise_failure("loading", [list(failure) if failure else None for failure in failures], error)
     except BaseException as caught:
         return caught
     return None
@@ -66,5 +80,47 @@ def test_claim_that_differs_or_is_missing_is_named_with_each_rank_s(claims: list
     with pytest.raises(
         RankFailure, match=r"loading: the ranks differ in a\n  rank 0: (1|nothing)\n  rank 1: "
     ):
-        _compare_claims("loading", claims)
-    _compare_claims("loading", [claims[0], claims[0]])
+        compare_claims("loading", claims)
+    compare_claims("loading", [claims[0], claims[0]])
+
+
+# --- what is left of a process group that is gone -----------------------------------------------------------------
+
+
+def test_second_group_hears_nothing_of_the_first_whose_words_are_still_in_the_store(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 2)
+    before, after = ([Words(store, rank) for rank in range(2)] for _ in range(2))
+    before[1].store.post(f"{before[1].next_turn()}/1", "a word of the first group")
+    turn = after[0].next_turn()
+    with pytest.raises(TimeoutError):
+        after[0].store.read(f"{turn}/1", timedelta(milliseconds=50))
+    assert before[0].store.read(f"{turn}/1", timedelta(seconds=1))  # the control: it is there
+    after[1].store.post(f"{turn}/1", "of the second")
+    assert after[0].store.read(f"{turn}/1", timedelta(seconds=1)) == "of the second"
+
+
+# --- devices that ranks call by the same name -----------------------------------------------------------------------
+
+
+def placed(monkeypatch: pytest.MonkeyPatch, uuids: list[str]) -> tuple[int, ...]:
+    """Return what rank 0 hears of where it is, where all ranks of one machine see one device each."""
+    group = TensorParallelGroup.__new__(TensorParallelGroup)
+    group.rank, group.degree, group.device = 0, len(uuids), torch.device("cuda:0")
+    properties = mock.Mock(uuid=uuids[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("shardwise.runtime.group.may_share", lambda device, process_group: False)
+    group.process_group = mock.Mock()
+    heard = [[group.node, uuid, "cuda:0"] for uuid in uuids]
+    monkeypatch.setattr(group, "exchange", lambda own: heard if own == heard[0] else None)
+    return group.meet()
+
+
+def test_ranks_that_each_see_another_device_as_the_first_are_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert placed(monkeypatch, ["GPU-a", "GPU-b"]) == (0, 1)
+
+
+def test_ranks_that_use_one_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GroupError, match="ranks 0 and 1 both use cuda:0"):
+        placed(monkeypatch, ["GPU-a", "GPU-a"])

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import UnequalInputs, UnsupportedOperation, UnsupportedState
 from shardwise.models.parallelism import as_config
+from shardwise.runtime.agreement import PATIENCE
 from shardwise.runtime.debug import text_of
-from shardwise.runtime.group import PATIENCE, TensorParallelGroup
+from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.shard import digest, named_tensors, sharding_of
 
 SPREADABLE = (

@@ -297,11 +297,7 @@ def model_source() -> str:
 
 @contextmanager
 def meta_forward() -> Iterator[None]:
-    """Let forward passes run on the meta device: without gradients, autocast and FlexAttention, which refuse it.
-
-    Each draws the same random numbers, and leaves those that follow as they were. What the code warns of is for those
-    who run it.
-    """
+    """Let forward passes run on the meta device: without gradients, autocast and FlexAttention, which refuse it."""
     original = torch.amp.autocast_mode.autocast.__init__
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -310,14 +306,23 @@ def meta_forward() -> Iterator[None]:
         else:
             original(self, device_type, *args, **kwargs)
 
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(0)
-        if devices:
-            torch.cuda.manual_seed_all(0)
+    with _same_random_numbers(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the code warns of is for those who run it
         with mock.patch.object(torch.amp.autocast_mode.autocast, "__init__", init), plain_flex_attention():
             yield
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Draw from seed 0 inside, on the CPU and on the accelerators that are in use, and leave no trace of it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cuda")
+    module = torch.get_device_module(accelerator)
+    used = getattr(module, "is_initialized", bool)()  # torch.mps does not say
+    with torch.random.fork_rng(range(module.device_count()) if used else (), device_type=accelerator.type):
+        torch.default_generator.manual_seed(0)
+        if used:
+            module.manual_seed_all(0)
+        yield
 
 
 class _Quiet(Tracer):

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten
 
 from shardwise.errors import UnsupportedOperation, UnsupportedState
+from shardwise.runtime.agreement import PATIENCE
 from shardwise.runtime.batches import Outputs, Share, distance, rounding
-from shardwise.runtime.group import PATIENCE, TensorParallelGroup
+from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.mesh import ranks_along
 from shardwise.runtime.pending import GuidanceReport, Round, plain
 

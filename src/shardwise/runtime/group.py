@@ -1,14 +1,11 @@
 """The ranks that share one model, and the only place that calls collectives.
 
 A `TensorParallelGroup` knows its members, this rank's coordinate among them, and its device. Tensor
-collectives run on the group the user made (NCCL, gloo, ...). Agreements about errors go through that group's
-store, with a time-out of their own: a rank that reads its checkpoint slowly is not killed by the watchdog of
-the backend, and no device is involved in reporting that one has failed.
+collectives run on the group the user made (NCCL, gloo, ...), agreements about errors through that group's store.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -25,13 +22,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config import TensorParallelConfig
-from shardwise.errors import CheckpointError, GroupError, RankFailure, UnsupportedOption
-
-PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for the others to take the same step; `TensorParallelConfig.load_timeout` is for files."""
-
-_TOLD: dict[str, type[Exception]] = {error.__name__: error for error in (CheckpointError, UnsupportedOption)}
-"""Errors that are nothing but their message: if one rank has one, all ranks raise it."""
+from shardwise.errors import GroupError, RankFailure
+from shardwise.runtime.agreement import PATIENCE, Step, Words, at_most, compare_claims, raise_failure
+from shardwise.runtime.devices import current_device, device_type_of, identity, may_share
+from shardwise.runtime.hosts import tell_crossing
 
 
 @dataclass
@@ -49,24 +43,6 @@ class Entered:
     tensor: Tensor
     version: int
     copy: Tensor
-
-
-class Step:
-    """A step that the ranks take together; see `TensorParallelGroup.agreement`."""
-
-    def __init__(self) -> None:
-        self.claims: dict[str, object] = {}
-        self.said: Any = None
-        self.heard: list[Any] = []
-        """What each rank said, in rank order, once the step has ended."""
-
-    def say(self, value: Any) -> None:
-        """Tell the other ranks something when the step ends; it must be plain data that JSON can write."""
-        self.said = value
-
-    def must_equal(self, **claims: object) -> None:
-        """State values that have to be the same on all ranks; they are compared when the step ends."""
-        self.claims |= claims
 
 
 class TensorParallelGroup:
@@ -102,13 +78,13 @@ class TensorParallelGroup:
         if not is_initialized():
             raise GroupError(
                 f"tp_degree {config.tp_degree} needs a process group: start the script with "
-                "`torchrun --nproc-per-node N script.py` and call `torch.distributed.init_process_group()` first"
+                "`torchrun --nproc-per-node N script.py`, or srun, and call `shardwise.init_ranks()` first"
             )
         if config.mesh is not None:
             process_group, members, device_type = _mesh_group(config.mesh)
         else:
             process_group, members, device_type = _world_group()
-        return cls(process_group, members, _current_device(device_type))
+        return cls(process_group, members, current_device(device_type))
 
     def check(self, config: TensorParallelConfig) -> None:
         """Check that the group has as many ranks as `config` asks for.
@@ -181,43 +157,64 @@ class TensorParallelGroup:
         Raises:
             RankFailure: a rank did not answer within `patience`.
         """
-        store, turn = self.process_group.get_group_store(), self._next_turn()
-        deadline = time.monotonic() + patience.total_seconds()
-        store.set(f"shardwise/{turn}/{self.rank}", json.dumps([value]))
+        patience = at_most(patience)
+        words = self.words
+        turn, deadline = words.next_turn(), time.monotonic() + patience.total_seconds()
+        words.store.post(f"{turn}/{self.rank}", [value, self.node[0]])
         values = []
         for rank in range(self.degree):
-            key = f"shardwise/{turn}/{rank}"
-            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))  # of 0, stores wait for ever
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0))
             try:
-                store.wait([key], left)
-            except RuntimeError as error:  # each kind of store has its own
+                answer = words.store.read(f"{turn}/{rank}", left)
+            except TimeoutError as error:
                 # A rank that comes later must not go on alone.
-                store.set(f"shardwise/{turn}/{self.rank}", json.dumps([]))
+                words.store.post(f"{turn}/{self.rank}", [self._named(rank)])
                 raise RankFailure(
                     f"{self._named(rank)} did not answer within {patience}: "
                     "has it stopped, or not made the same call?"
                 ) from error
-            answer = json.loads(store.get(key))
-            if not answer:
-                raise RankFailure(f"{self._named(rank)} has given up: it waited {patience} for another rank")
-            values += answer
+            if len(answer) == 1:
+                raise RankFailure(f"{self._named(rank)} has given up: it waited in vain for {answer[0]}")
+            value, words.hosts[rank] = answer
+            values.append(value)
         # All have entered this turn, so all are done with the one before.
-        store.delete_key(f"shardwise/{turn - 1}/{self.rank}")
+        words.store.delete(f"{turn - 1}/{self.rank}")
         return values
+
+    @property
+    def words(self) -> Words:
+        """What the ranks of this process group exchange words by."""
+        if self.process_group not in _words:
+            _words[self.process_group] = Words(self.process_group.get_group_store(), self.rank)
+        return _words[self.process_group]
 
     def give_up(self, error: BaseException) -> None:
         """Fail the agreement that comes next, without waiting for the ranks that will enter it: they raise there."""
         report: list[Any] = [[type(error).__name__, str(error)], {}, None]
-        key = f"shardwise/{self._next_turn()}/{self.rank}"
-        self.process_group.get_group_store().set(key, json.dumps([report]))
+        self.words.store.post(f"{self.words.next_turn()}/{self.rank}", [report, self.node[0]])
+
+    def unheard(self, patience: timedelta) -> list[str]:
+        """Return the names of the ranks that do not come to this call: after a collective has failed, those it was for.
+
+        Raises:
+            StoreLost: the store does not answer either.
+        """
+        store, deadline = self.words.store, time.monotonic() + patience.total_seconds()
+        store.post(f"collective failed/{self.rank}", None)
+        missing = []
+        for rank in range(self.degree):
+            try:
+                store.read(
+                    f"collective failed/{rank}", timedelta(seconds=max(deadline - time.monotonic(), 0))
+                )
+            except TimeoutError:
+                missing.append(self._named(rank))
+        return missing
 
     def _named(self, rank: int) -> str:
-        return f"rank {rank} of {self.degree} (global rank {self.members[rank]})"
-
-    def _next_turn(self) -> int:
-        """Count the exchanges of this process group; all its members count alike."""
-        _turns[self.process_group] = turn = _turns.get(self.process_group, 0) + 1
-        return turn
+        hosts = self.words.hosts
+        host = f", host {hosts[rank]}" if rank in hosts and len(set(hosts.values())) > 1 else ""
+        return f"rank {rank} of {self.degree} (global rank {self.members[rank]}{host})"
 
     @contextmanager
     def agreement(self, name: str, patience: timedelta = PATIENCE) -> Iterator[Step]:
@@ -240,25 +237,36 @@ class TensorParallelGroup:
         failure = [type(error).__name__, str(error)] if error else None
         claims = {key: str(value) for key, value in step.claims.items()}
         reports = self.exchange([failure, claims, step.said], patience)
-        _raise_failure(name, [theirs for theirs, _, _ in reports], error)
-        _compare_claims(name, [theirs for _, theirs, _ in reports])
+        raise_failure(name, [theirs for theirs, _, _ in reports], error)
+        compare_claims(name, [theirs for _, theirs, _ in reports])
         step.heard = [theirs for _, _, theirs in reports]
 
-    def meet(self) -> tuple[int, ...]:
+    def meet(self, sharing: str | None = None) -> tuple[int, ...]:
         """Return the coordinates of the ranks on this rank's node, its own among them.
+
+        Args:
+            sharing: The axis along which the ranks share something; where it crosses machines, the first rank says so.
 
         Raises:
             GroupError: two ranks of one host would put their slices on the same accelerator; on every rank.
         """
-        places = self.exchange([socket.gethostname(), _boot(), str(self.device)])
-        for rank, place in enumerate(places):
-            first = places.index(place)
-            if first != rank and self.device.type != "cpu":
+        places = self.exchange([self.node, identity(self.device), str(self.device)])
+        used = [[node, identity] for node, identity, _ in places]
+        for rank, place in enumerate(used):
+            first = used.index(place)
+            if first != rank and self.device.type != "cpu" and not may_share(self.device, self.process_group):
                 raise GroupError(
-                    f"ranks {first} and {rank} both use {place[2]} of {place[0]}: "
-                    "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before loading"
+                    f"ranks {first} and {rank} both use {places[rank][2]} of {place[0][0]}: "
+                    "call torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])) before loading"
                 )
-        return tuple(rank for rank, place in enumerate(places) if place[:2] == places[self.rank][:2])
+        if self.rank == 0 and sharing is not None:
+            tell_crossing(sharing, [node for node, _, _ in places])
+        return tuple(rank for rank, (node, _, _) in enumerate(places) if node == places[self.rank][0])
+
+    @property
+    def node(self) -> list[str]:
+        """What tells this rank's machine from others, its name first."""
+        return [socket.gethostname(), _boot()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         """Return the group itself: a copied module talks to the same ranks."""
@@ -316,7 +324,7 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-_turns: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_words: WeakKeyDictionary[dist.ProcessGroup, Words] = WeakKeyDictionary()
 
 
 def _boot() -> str:
@@ -325,30 +333,6 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def _raise_failure(name: str, failures: list[list[str] | None], error: BaseException | None) -> None:
-    """Raise what this rank has to raise if a rank has failed; `failures` are kind and message of each rank's error."""
-    failed = [rank for rank, failure in enumerate(failures) if failure is not None]
-    if not failed:
-        return
-    kind, message = failures[failed[0]] or ("", "")
-    mine = type(error).__name__ if error is not None else None
-    alike = all(failure == failures[0] for failure in failures)
-    if error is not None and (alike or mine not in _TOLD or kind not in _TOLD):
-        raise error
-    if kind in _TOLD:
-        ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))} of {len(failures)}"
-        raise _TOLD[kind](f"{message}\n  on {ranks}") from error
-    raise RankFailure(f"{name} failed on rank {failed[0]} of {len(failures)}: {kind}: {message}")
-
-
-def _compare_claims(name: str, claims: list[dict[str, str]]) -> None:
-    for key in dict.fromkeys(key for theirs in claims for key in theirs):
-        values = [theirs.get(key, "nothing") for theirs in claims]
-        if len(set(values)) > 1:
-            listing = "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(values))
-            raise RankFailure(f"{name}: the ranks differ in {key}\n{listing}")
 
 
 def _mesh_group(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int], str]:
@@ -370,14 +354,4 @@ def _world_group() -> tuple[dist.ProcessGroup, list[int], str]:
     group = dist.group.WORLD
     assert group is not None  # initialised: the caller checked
     members = list(range(dist.get_world_size()))
-    backends = str(dist.get_backend_config(group))
-    for backend, device_type in (("nccl", "cuda"), ("xccl", "xpu")):
-        if backend in backends and torch.accelerator.is_available():
-            return group, members, device_type
-    return group, members, "cpu"
-
-
-def _current_device(device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.accelerator.current_device_index())
+    return group, members, device_type_of(group)

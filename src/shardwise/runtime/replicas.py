@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import UnsupportedOperation, UnsupportedOption
-from shardwise.runtime.group import PATIENCE, TensorParallelGroup
+from shardwise.runtime.agreement import PATIENCE
+from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.mesh import ranks_along
 from shardwise.runtime.shard import digest
 

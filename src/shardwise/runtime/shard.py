@@ -73,7 +73,7 @@ def shard_in_memory(
         if validate is not None:
             validate(resolved)
         step.must_equal(**fingerprint(model, resolved), **claims)
-    group.meet()
+    group.meet("tp")
     with group.agreement(f"making room for {type(model).__name__}"):
         shapes = global_shapes(model)
         room = _make_room(model, resolved, group)
