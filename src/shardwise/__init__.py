@@ -10,6 +10,7 @@ from shardwise.errors import ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.config import ParallelConfig, TensorParallelConfig
+    from shardwise.launch import init_ranks
     from shardwise.models.checking import check
     from shardwise.models.context import enable_context_parallel
     from shardwise.models.decode import spread_decode
@@ -62,6 +63,7 @@ __all__ = [
     "estimate",
     "infer",
     "init_mesh",
+    "init_ranks",
     "placement",
     "split_prompts",
     "spread_decode",
@@ -92,6 +94,7 @@ _ON_DEMAND = {
     "estimate": "shardwise.models.planning",
     "infer": "shardwise.models.inference",
     "init_mesh": "shardwise.runtime.mesh",
+    "init_ranks": "shardwise.launch",
     "placement": "shardwise.runtime.placement",
     "split_prompts": "shardwise.runtime.replicas",
     "spread_decode": "shardwise.models.decode",

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError, RankFailure
 from shardwise.launch import run_ranks
 from shardwise.launch.failure import Failure, cause, describe
-from shardwise.launch.group import _come
+from shardwise.launch.group import _Meeting
 from shardwise.launch.supervise import supervise
 
 LIMIT = 30
 """Seconds within which everything has to have ended."""
+PATIENCE = timedelta(minutes=30)
 
 
 # --- ranks that import nothing ----------------------------------------------------------------------------------------
@@ -51,11 +52,12 @@ def fail(error):
 """
 LAUNCHER = """
 import sys
+from datetime import timedelta
 from pathlib import Path
 from shardwise.errors import RankFailure
 from shardwise.launch.supervise import supervise
 try:
-    supervise(sys.argv[2:], 2, Path(sys.argv[1]))
+    supervise(sys.argv[2:], 2, Path(sys.argv[1]), timedelta(minutes=30))
 except RankFailure as error:
     sys.exit(str(error))
 """
@@ -112,14 +114,15 @@ def launcher(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]
 
 
 WAIT = "time.sleep(60)"
+DONE = "(folder / f'result-{rank}').touch()"
 DEAF_TO_THE_SYSTEM = "import ctypes; ctypes.CDLL(None).prctl(1, 0)\n"
 """What a rank does that is not told of its launcher's end, as where there is no such signal."""
 
 
 def test_ranks_that_end_well_are_no_error_and_find_what_torchrun_would_set(tmp_path: Path) -> None:
     names = "LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS MASTER_PORT".split()
-    code = f"(folder / f'env-{{rank}}').write_text(' '.join(os.environ[name] for name in {names}))"
-    supervise(plain(code, tmp_path), 2, tmp_path)
+    code = f"(folder / f'env-{{rank}}').write_text(' '.join(os.environ[name] for name in {names})); {DONE}"
+    supervise(plain(code, tmp_path), 2, tmp_path, PATIENCE)
     first, second = ((tmp_path / f"env-{rank}").read_text().split() for rank in range(2))
     assert first[:4] == ["0", "2", "2", "127.0.0.1"]
     assert second == ["1", *first[1:]]
@@ -140,6 +143,12 @@ def test_ranks_that_end_well_are_no_error_and_find_what_torchrun_would_set(tmp_p
             "print('the last words', flush=True); sys.exit(7) if rank == 1 else time.sleep(60)",
             "rank 1 of 2 exited with code 7",
         ),
+        (
+            # It is the cause of what the other meets, which is noticed first.
+            "wait_for('pid-0'); wait_for('pid-1')\n"
+            "sys.exit(0) if rank == 1 else fail(RuntimeError('Connection closed by peer'))",
+            "rank 1 of 2 left with exit code 0 before its work was done",
+        ),
         ("fail(ValueError('all')) ", "ranks 0, 1 of 2 failed: ValueError: all"),
         (
             "os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else wait_for('pid-1')\n"
@@ -147,12 +156,12 @@ def test_ranks_that_end_well_are_no_error_and_find_what_torchrun_would_set(tmp_p
             "rank 1 of 2 did not answer (it is stopped)",
         ),
     ],
-    ids=["raises", "raises first", "is killed", "exits", "all raise", "is stopped"],
+    ids=["raises", "raises first", "is killed", "exits", "leaves", "all raise", "is stopped"],
 )
 def test_failure_of_a_rank_ends_all_and_is_said_once(tmp_path: Path, code: str, says: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        supervise(plain(code, tmp_path), 2, tmp_path)
+        supervise(plain(code, tmp_path), 2, tmp_path, PATIENCE)
     assert time.monotonic() - start < 10
     assert str(caught.value).startswith(says)
     assert str(caught.value).count(says) == 1
@@ -160,10 +169,41 @@ def test_failure_of_a_rank_ends_all_and_is_said_once(tmp_path: Path, code: str, 
     assert not [pid for pid in pids(tmp_path) if is_there(pid)]
 
 
+def test_rank_that_is_stopped_while_another_waits_without_a_time_out_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.launch.supervise.SLACK", timedelta(seconds=0.5))
+    code = "os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else time.sleep(60)"
+    with pytest.raises(
+        RankFailure, match=r"^rank 1 of 2 was stopped \(SIGSTOP\), and did not go on within 1 s"
+    ):
+        supervise(plain(code, tmp_path), 2, tmp_path, timedelta(seconds=0.5))
+    assert not [pid for pid in pids(tmp_path) if is_there(pid)]
+
+
+def test_signal_while_ranks_are_being_started_starts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        started.append(popen(*args, **kwargs))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(SystemExit) as caught:
+        supervise(plain(WAIT, tmp_path), 100, tmp_path, PATIENCE)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert len(started) == 1
+    assert not is_there(started[0].pid)
+
+
 def test_last_output_of_a_failed_rank_is_shown_and_that_of_others_is_not(tmp_path: Path) -> None:
     code = "print(f'words of {rank}', flush=True); wait_for('rank-2.log'); sys.exit(7) if rank == 1 else time.sleep(60)"
     with pytest.raises(RankFailure, match="words of 1") as caught:
-        supervise(plain(code, tmp_path), 3, tmp_path)
+        supervise(plain(code, tmp_path), 3, tmp_path, PATIENCE)
     assert "words of 2" not in str(caught.value)
 
 
@@ -173,7 +213,7 @@ def test_rank_that_is_deaf_to_the_end_is_killed(tmp_path: Path) -> None:
         "wait_for('deaf-0'); sys.exit(3) if rank == 1 else time.sleep(60)"
     )
     with pytest.raises(RankFailure, match="rank 1 of 2 exited with code 3"):
-        supervise(plain(code, tmp_path), 2, tmp_path)
+        supervise(plain(code, tmp_path), 2, tmp_path, PATIENCE)
     assert not [pid for pid in pids(tmp_path) if is_there(pid)]
 
 
@@ -231,6 +271,24 @@ def test_second_interrupt_does_not_wait(launcher: Any, tmp_path: Path) -> None:
     assert not [pid for pid in pids(tmp_path) if is_there(pid)]
 
 
+HANGS = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+rank = "import sys; from shardwise.launch.rank import see_the_launcher_end; see_the_launcher_end(float(sys.argv[1]))"
+subprocess.run([sys.executable, "-c", rank, sys.argv[1]], check=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_launcher_that_hangs_after_a_rank_was_cut_off_is_ended() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS, "0.1", "60"], timeout=LIMIT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    # One that ends by itself is left alone.
+    assert (
+        subprocess.run([sys.executable, "-c", HANGS, "60", "0"], timeout=LIMIT, check=False).returncode == 0
+    )
+
+
 # --- which failure is the cause ---------------------------------------------------------------------------------------
 
 
@@ -270,12 +328,13 @@ def test_running_rank_that_nobody_hears_of_is_named() -> None:
 
 
 def test_rank_that_waits_for_none_asks_nothing_of_a_store_that_may_be_gone() -> None:
-    store = mock.Mock()
-    store.wait.side_effect = ConnectionError("rank 0 has left")
-    _come(store, "done", 1, 0)
-    store.set.assert_called_once_with("shardwise/done/1", "")
+    store = mock.Mock(spec=["clone"])  # no store within a store within ...
+    store.clone.return_value.wait.side_effect = ConnectionError("rank 0 has left")
+    meeting = _Meeting(store, 1, 2)
+    meeting.come("be done", 0, timedelta(seconds=5))
+    store.clone.return_value.set.assert_called_once_with("shardwise/be done/1", "null")
     with pytest.raises(ConnectionError):
-        _come(store, "here", 1, 2)
+        meeting.come("start", 2, timedelta(seconds=5))
 
 
 # --- ranks that meet --------------------------------------------------------------------------------------------------

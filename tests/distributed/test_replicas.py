@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ from shardwise import (
 from shardwise.demo import CALL
 from shardwise.demo.run import PROMPTS
 from shardwise.errors import ShardwiseError
+from shardwise.runtime import mesh as runtime_mesh
 from shardwise.runtime import replicas
+from shardwise.runtime.group import TensorParallelGroup
 from tests import tolerances
 from tests.pool import Pool
 
@@ -77,6 +80,22 @@ def test_prompts_on_two_replicas_are_drawn_as_by_one_process(two_ranks: Pool, co
 
 def test_replicas_of_sharded_pipelines_draw_as_one_process_does(four_ranks: Pool) -> None:
     for error, ordered in four_ranks.run(_pixels, ParallelConfig(dp=2, tp=2), list(PROMPTS[:3]), 1):
+        assert error < tolerances.FP32
+        assert ordered
+
+
+def _pixels_on_two_machines() -> tuple[float, bool]:
+    """As `_pixels`, with ranks that are numbered round two machines."""
+    node = property(lambda group: ["ab"[torch.distributed.get_rank() % 2], ""])
+    with (
+        mock.patch.object(TensorParallelGroup, "node", node),
+        mock.patch.object(runtime_mesh, "_meshes", WeakKeyDictionary()),
+    ):
+        return _pixels(ParallelConfig(dp=2, tp=2), list(PROMPTS[:3]), 1)
+
+
+def test_replicas_of_ranks_that_are_numbered_round_machines_draw_the_same(four_ranks: Pool) -> None:
+    for error, ordered in four_ranks.run(_pixels_on_two_machines):
         assert error < tolerances.FP32
         assert ordered
 

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from shardwise.errors import RankFailure, ShardwiseError
@@ -55,11 +56,19 @@ class Failure:
     @classmethod
     def by_exit(cls, rank: int, code: int) -> Failure:
         """Return the failure of a rank that left nothing but its exit code; below 0 it is a signal's."""
+        if code == 0:
+            return cls(rank, "", "left with exit code 0 before its work was done", time.time())
         if code > 0:
             return cls(rank, "", f"exited with code {code}", time.time())
         name = signal.Signals(-code).name
         hint = f" ({_HINTS[name]})" if name in _HINTS else ""
         return cls(rank, name, f"was killed by {name}{hint}", time.time(), killed=True)
+
+    @classmethod
+    def by_stop(cls, rank: int, patience: timedelta) -> Failure:
+        """Return the failure of a rank that has been stopped for too long."""
+        seconds = f"{patience.total_seconds():g} s"
+        return cls(rank, "", f"was stopped (SIGSTOP), and did not go on within {seconds}", time.time())
 
     @property
     def follows(self) -> bool:
@@ -82,6 +91,16 @@ class Failure:
         """Return what a rank has left, if anything."""
         file = folder / f"failure-{rank}"
         return cls(**json.loads(file.read_text("utf-8"))) if file.exists() else None
+
+
+def blames_nobody_by_name(message: str) -> bool:
+    """Return whether an error says that another rank is gone or late, as torch's do, and not which."""
+    return "did not answer" not in message and bool(_GONE.search(message) or _WAITED.search(message))
+
+
+def result_of(folder: Path, rank: int) -> Path:
+    """Return the file in which a rank leaves its result once its work is done."""
+    return folder / f"result-{rank}"
 
 
 def cause(failures: Iterable[Failure]) -> Failure:

@@ -7,16 +7,40 @@ import multiprocessing.spawn
 import os
 import pickle
 import pkgutil
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.launch.failure import Failure
+from shardwise.errors import RankFailure
+from shardwise.launch.failure import Failure, result_of
+
+PATIENCE = timedelta(minutes=30)
+"""How long a collective may take, and a rank waits for the others to start and to end, unless it is said."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On what terms a rank joins its process group.
+
+    Attributes:
+        on_cuda: Whether each rank has a CUDA device; else they compute on CPUs.
+        timeout: How long a collective may take, and a rank that is done waits for the others.
+        patience: How long a rank waits for the others to start.
+    """
+
+    on_cuda: bool
+    timeout: timedelta = PATIENCE
+    patience: timedelta = PATIENCE
+
 
 _PR_SET_PDEATHSIG = 1
 
@@ -29,11 +53,18 @@ def main() -> None:
         multiprocessing.spawn.prepare(pickle.loads((folder / "main").read_bytes()))
         from shardwise.launch.group import in_group  # imports torch, which takes a second
 
-        function, args, on_cuda, timeout = pickle.loads((folder / "call").read_bytes())
-        result = in_group(resolved(function), args, on_cuda, timeout)
-        (folder / f"result-{os.environ['RANK']}").write_bytes(pickle.dumps(result))
+        function, args, terms = pickle.loads((folder / "call").read_bytes())
+        result = in_group(resolved(function), args, terms, lambda word: _fail(RankFailure(word), folder))
+        leave_result(folder, int(os.environ["RANK"]), result)
     except BaseException as error:
         _fail(error, folder)
+
+
+def leave_result(folder: Path, rank: int, result: Any) -> None:
+    """Leave the result of a rank for the launcher, all of it or nothing."""
+    file = result_of(folder, rank)
+    file.with_suffix(".new").write_bytes(pickle.dumps(result))
+    os.replace(file.with_suffix(".new"), file)
 
 
 def follow_launcher() -> None:
@@ -47,10 +78,41 @@ def follow_launcher() -> None:
         os._exit(1)
 
 
+@cache
+def follow_parent() -> None:
+    """End this process soon after the one that has started it, be that torchrun or srun."""
+    threading.Thread(target=_look_after, args=(os.getppid(),), name="shardwise-parent", daemon=True).start()
+
+
 def _look_after(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(1)
     os._exit(1)
+
+
+def see_the_launcher_end(patience: float = 10.0) -> None:
+    """Leave a process behind that ends the launcher of this rank, if that does not end by itself.
+
+    For a rank whose host is cut off: torchrun's agent learns from it that the job has failed, and then waits for ever
+    for a store that cannot be reached (seen with torch 2.13.0). It cannot be told by SIGTERM, as it waits in C++.
+
+    Args:
+        patience: How long the launcher has, in seconds.
+    """
+    if not hasattr(os, "pidfd_open"):  # not Linux
+        return
+    launcher = os.pidfd_open(os.getppid())
+    if os.fork():
+        return
+    os.setsid()
+    os.closerange(0, launcher)  # what it prints to is its launcher's
+    os.closerange(launcher + 1, 1024)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if select.select([launcher], [], [], patience)[0]:
+            break
+        signal.pidfd_send_signal(launcher, number)
+        patience = 2.0
+    os._exit(0)
 
 
 def resolved(function: Callable[..., Any] | str) -> Callable[..., Any]:

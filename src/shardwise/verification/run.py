@@ -57,7 +57,7 @@ def verify(
     as one process is, plus `eps * sqrt(degree)`.
 
     Where a process group is running, every rank calls this, with the same model and inputs; otherwise the ranks are
-    started here, on this machine (call it below `if __name__ == "__main__":` then).
+    started here (call it below `if __name__ == "__main__":` then), or those that torchrun, Slurm or Kubernetes started.
 
     Args:
         model: One of
@@ -95,7 +95,7 @@ def verify(
 
 
 def _run_on_own_ranks(job: Job, device: str | None) -> VerifyReport:
-    outcomes = run_ranks(_outcome, job.degree, job, device=device)
+    outcomes = [o for o in run_ranks(_outcome, job.degree, job, device=device) if o is not None]
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if errors:  # the rank that failed knows more than those it told
         raise min(errors, key=lambda error: isinstance(error, RankFailure))
