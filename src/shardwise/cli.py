@@ -14,8 +14,10 @@ from rich.table import Table
 
 from shardwise import __version__
 from shardwise.bench.command import bench
+from shardwise.doctor.command import doctor
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.generate.command import generate
+from shardwise.launch import is_first
 
 if TYPE_CHECKING:
     from shardwise.demo.run import DemoReport
@@ -53,6 +55,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(doctor)
 main.add_command(generate)
 
 
@@ -182,9 +185,10 @@ def verify(
             subfolder=subfolder,
             uneven=uneven,
         )
-        if plot is not None:
+        if plot is not None and is_first():
             draw_strip(report, plot)
-    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
+    if is_first():
+        click.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
     if not report.ok:
         raise SystemExit(1)
 
