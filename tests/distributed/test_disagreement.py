@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,15 +14,28 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from shardwise import DivideAttributes, TensorParallelConfig, enable_parallelism
+from shardwise import (
+    DiffusionPipeline,
+    DivideAttributes,
+    ParallelConfig,
+    TensorParallelConfig,
+    demo_model_path,
+    enable_parallelism,
+)
 from shardwise.checkpoint.read import SliceReader
 from shardwise.models import parallelism
-from shardwise.runtime import group, shard
+from shardwise.runtime import shard
+from shardwise.runtime.agreement import waiting_at_most
+from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.shard import sharding_of
-from tests.helpers import randomize
+from tests.helpers import randomize, tiny_model
+from tests.lora import adapter
 from tests.pool import Pool
 from tests.small_models import Mlp, Modulation, Transformer
+from tests.whole_pipelines import embedded_copy
 
 
 def world() -> TensorParallelConfig:
@@ -85,9 +101,7 @@ def _one_stays_away() -> tuple[str, float]:
     start = time.monotonic()
     if dist.get_rank() == 1:
         return "away", 0.0
-    with mock.patch.object(
-        group.TensorParallelGroup.agreement.__wrapped__, "__defaults__", (timedelta(seconds=1),)
-    ):
+    with waiting_at_most(timedelta(seconds=1)):
         outcome = _outcome(lambda: enable_parallelism(randomize(Mlp()), config=world()))
     return outcome, time.monotonic() - start
 
@@ -95,8 +109,9 @@ def _one_stays_away() -> tuple[str, float]:
 def _catch_up() -> None:
     """Bring the counts of exchanges together again after one rank stayed away."""
     counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, group._turns.get(dist.group.WORLD, 0))
-    group._turns[dist.group.WORLD] = max(counts)
+    words = TensorParallelGroup.of(world()).words
+    dist.all_gather_object(counts, words._turn)
+    words._turn = max(counts)
 
 
 def test_rank_that_does_not_make_the_call_is_named_when_patience_ends(two_ranks: Pool) -> None:
@@ -135,9 +150,7 @@ def test_failure_of_one_rank_reaches_all_and_leaves_the_model_whole(
 
 def _bad_config_on_one_rank(folder: Path) -> str:
     config = world() if dist.get_rank() == 0 else "2"
-    with mock.patch.object(
-        group.TensorParallelGroup.agreement.__wrapped__, "__defaults__", (timedelta(seconds=2),)
-    ):
+    with waiting_at_most(timedelta(seconds=2)):
         return _outcome(lambda: Mlp.from_pretrained(folder, parallel_config=config))
 
 
@@ -190,3 +203,105 @@ def test_rank_slower_than_the_load_s_own_time_out_is_an_error_on_all(two_ranks: 
     assert "did not answer within 0:00:01" in first
     assert second.startswith("RankFailure: rank 0 of 2")
     assert "has given up" in second
+
+
+# --- other copies of a model, as two machines have them ---------------------------------------------------------------
+
+
+def _set(file: str, **values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        entries = json.loads((folder / file).read_text("utf-8"))
+        (folder / file).write_text(json.dumps(entries | values), "utf-8")
+
+    return change
+
+
+def _fine_tuned(component: str) -> Callable[[Path], None]:
+    """Change all weights of a component, and none of its headers."""
+
+    def change(folder: Path) -> None:
+        (file,) = (folder / component).glob("*.safetensors")
+        header = int.from_bytes(file.read_bytes()[:8], "little")
+        with safe_open(file, "pt") as stream:
+            metadata = stream.metadata()
+        save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, metadata)
+        assert int.from_bytes(file.read_bytes()[:8], "little") == header
+
+    return change
+
+
+OTHER_COPIES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "transformer": ("transformer/diffusion_pytorch_model.safetensors", _fine_tuned("transformer")),
+    "vae": ("vae/diffusion_pytorch_model.safetensors", _fine_tuned("vae")),
+    "scheduler": ("scheduler/scheduler_config.json", _set("scheduler/scheduler_config.json", shift=9.0)),
+    "tokenizer": ("tokenizer/tokenizer_config.json", _set("tokenizer/tokenizer_config.json", pad_token="a")),
+    "encoder's configuration": (
+        "text_encoder/config.json",
+        _set("text_encoder/config.json", rms_norm_eps=0.5),
+    ),
+}
+
+
+def _pipeline(folders: list[Path], compared: bool) -> str:
+    folder, config = folders[dist.get_rank()], ParallelConfig(tp=2)
+    comparing = nullcontext() if compared else mock.patch("shardwise.pipeline.load.compare_copies")
+    models = nullcontext() if compared else mock.patch("shardwise.models.parallelism.compare_copies")
+    with comparing, models:
+        return _outcome(lambda: DiffusionPipeline.from_pretrained(folder, parallel_config=config))
+
+
+@pytest.mark.parametrize("part", OTHER_COPIES)
+def test_pipeline_of_which_a_rank_has_another_copy_is_refused_on_every_rank(
+    two_ranks: Pool, tmp_path: Path, part: str
+) -> None:
+    file, change = OTHER_COPIES[part]
+    change(embedded_copy(tmp_path / "b"))
+    folders = [demo_model_path(), tmp_path / "b"]
+    for outcome in two_ranks.run(_pipeline, folders, True):
+        assert outcome.startswith("RankFailure")
+        assert "the ranks read different copies of the model" in outcome
+        assert f"{file}: rank 0: " in outcome
+        assert outcome.count("rank 1: ") == 1
+    # The negative control: nothing else would notice.
+    assert two_ranks.run(_pipeline, folders, False) == ["no error"] * 2
+
+
+def test_pipeline_of_which_each_rank_has_an_equal_copy_is_loaded(two_ranks: Pool, tmp_path: Path) -> None:
+    (embedded_copy(tmp_path / "b") / "README.md").write_text("another page")
+    assert two_ranks.run(_pipeline, [demo_model_path(), tmp_path / "b"], True) == ["no error"] * 2
+
+
+def _model(folders: list[Path]) -> str:
+    return _outcome(lambda: Mlp.from_pretrained(folders[dist.get_rank()], parallel_config=world()))
+
+
+@pytest.mark.parametrize("file", ["diffusion_pytorch_model.safetensors", "config.json"])
+def test_model_of_which_a_rank_has_another_copy_is_refused_on_every_rank(
+    two_ranks: Pool, tmp_path: Path, file: str
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    model = randomize(Mlp())
+    for folder in folders:
+        model.save_pretrained(folder)
+    if file == "config.json":
+        _set(file, _diffusers_version="0.1")(folders[1])
+    else:
+        randomize(Mlp(), seed=3).save_pretrained(folders[1])
+    for outcome in two_ranks.run(_model, folders):
+        assert f"different copies of the model; copy one of them to all machines\n  {file}: rank 0" in outcome
+
+
+def _adapter(seeds: list[int]) -> str:
+    whole = randomize(tiny_model("FluxTransformer2DModel"))
+    state = adapter(whole, seed=seeds[dist.get_rank()], prefix="")
+    sharded = enable_parallelism(whole, config=world())
+    return _outcome(lambda: sharded.load_lora_adapter(state, prefix=None))
+
+
+def test_adapter_of_which_a_rank_has_another_of_the_same_shapes_is_refused_on_every_rank(
+    two_ranks: Pool,
+) -> None:
+    assert two_ranks.run(_adapter, [7, 7]) == ["no error"] * 2
+    for outcome in two_ranks.run(_adapter, [7, 8]):
+        assert outcome.startswith("RankFailure")
+        assert "the ranks differ in adapter" in outcome

@@ -24,6 +24,8 @@ from tests.helpers import cast, distance, outputs, relative_error, tiny_inputs, 
 from tests.lora import FAMILIES, RANK, adapter, linears
 from tests.pool import Pool
 
+pytestmark = pytest.mark.any_device
+
 FLUX, FLUX2, WAN = "FluxTransformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel"
 QWEN = "QwenImageTransformer2DModel"
 
@@ -325,6 +327,7 @@ def _held(name: str) -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.any_device(False)
 @pytest.mark.parametrize("name", [FLUX, FLUX2])
 def test_each_rank_holds_the_slice_of_a_or_b_that_its_base_layer_has(four_ranks: Pool, name: str) -> None:
     for found in four_ranks.run(_held, name):

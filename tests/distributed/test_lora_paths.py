@@ -365,7 +365,7 @@ def _swap_fails() -> tuple[str, bool]:
     before = outputs(sharded, tiny_inputs(FLUX))
     new = adapter(whole, seed=12)
     new["transformer.proj_out.lora_B.weight"] = torch.ones(50, 3)  # of a whole layer, and reached last
-    new["transformer.nothing.lora_A.weight"] = torch.ones(3, 3)
+    new |= {f"transformer.nothing.lora_{factor}.weight": torch.ones(3, 3) for factor in "AB"}
     try:
         sharded.load_lora_adapter(new, adapter_name="one", hotswap=True)
         message = "no error"

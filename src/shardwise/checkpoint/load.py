@@ -42,6 +42,7 @@ class KeyReport:
         computed: Persistent buffers that it does not hold; they keep the value the model computed.
         unexpected: Keys that the model does not have.
         mismatched: (name, shape in the checkpoint, shape in the model) where the two differ.
+        no_floats: (name, dtype in the checkpoint) where the model computes with floats and the file has none.
     """
 
     sources: Mapping[str, str]
@@ -49,17 +50,22 @@ class KeyReport:
     computed: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    no_floats: tuple[tuple[str, torch.dtype], ...] = ()
 
     def raise_for_errors(self, subject: str) -> None:
         """Raise if a weight would be left without a value, listing all of them.
 
         Raises:
-            CheckpointError: parameters are missing or have another shape.
+            CheckpointError: parameters are missing, have another shape, or are no floats.
         """
         lines = [f"  missing: {name}" for name in self.missing]
         lines += [
             f"  shape: {name} is {list(found)} in the checkpoint, {list(wanted)} in the model"
             for name, found, wanted in self.mismatched
+        ]
+        lines += [
+            f"  dtype: {name} is {str(found).removeprefix('torch.')} in the checkpoint, and floats in the model"
+            for name, found in self.no_floats
         ]
         if lines:
             listing = "\n".join(lines)
@@ -102,6 +108,11 @@ def match_keys(
         computed=tuple(name for name in absent if not isinstance(tensors[name], nn.Parameter)),
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
+        no_floats=tuple(
+            (name, index[key].dtype)
+            for name, key in sources.items()
+            if tensors[name].is_floating_point() and not index[key].dtype.is_floating_point
+        ),
     )
 
 

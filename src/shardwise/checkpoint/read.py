@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -250,13 +250,20 @@ class _Lane:
     def run(self, queue: _Queue) -> None:
         """Do reads until the queue is empty or has failed."""
         try:
-            with self._files:
+            with self._files, self._arrived():
                 for read in queue:
                     self._do(read)
-                if self._stage is not None:
-                    self._convert(self._stage.finish)
         except BaseException as error:
             queue.fail(error)
+
+    @contextmanager
+    def _arrived(self) -> Iterator[None]:
+        """Leave no copy on its way, also when a read fails: its target is freed, and soon used for something else."""
+        try:
+            yield
+        finally:
+            if self._stage is not None:
+                self._convert(self._stage.finish)
 
     def _do(self, read: Read) -> None:
         key = read.places[0].key

@@ -70,10 +70,14 @@ def refuse_lfs_pointer(start: bytes) -> None:
         raise Invalid("it is a Git LFS pointer, not the file itself", "run `git lfs pull`")
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes, infinite: bool = False) -> dict[str, Any]:
     """Return a JSON object, of which every name is given once.
 
     A number is an integer only if it is natural and has at most 20 digits, as 64 bits do; any other is a float.
+
+    Args:
+        raw: Its text.
+        infinite: Whether numbers may be infinite or none, as Python writes them.
 
     Raises:
         Invalid: it is no such thing, or not UTF-8, or nested too deeply.
@@ -83,7 +87,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
             raw.decode("utf-8"),
             object_pairs_hook=_unique,
             parse_int=_natural,
-            parse_constant=_refuse_constant,
+            parse_constant=float if infinite else _refuse_constant,
         )
     except RecursionError as error:
         raise Invalid("its JSON is nested too deeply") from error

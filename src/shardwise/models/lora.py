@@ -10,11 +10,13 @@ from functools import cache
 from types import MethodType
 from typing import Any
 
+import torch
 from diffusers.loaders import FluxLoraLoaderMixin, PeftAdapterMixin
 from diffusers.loaders.lora_base import _fetch_state_dict
 from diffusers.utils import convert_unet_state_dict_to_peft, get_adapter_name, is_peft_available
 from torch import Tensor, nn
 
+from shardwise.checkpoint.adapters import check_factors
 from shardwise.compose import lora
 from shardwise.compose.offload import require_data, settled
 from shardwise.errors import CheckpointError
@@ -35,6 +37,9 @@ _READING = (
     "subfolder",
 )
 """Options of `load_lora_adapter` that say where the file is."""
+
+_SAMPLES = 4096
+"""Values of a factor that the ranks compare, spread over all of it."""
 
 
 def allow(model: nn.Module) -> None:
@@ -68,11 +73,12 @@ def load_lora_adapter(
         if kwargs.get("_pipeline") is None:
             require_data(model, "loading an adapter", "load it through the pipeline, or before offloading")
         state, metadata = _read(pretrained_model_name_or_path_or_dict, kwargs)
+        check_factors(state, name)
         state = _in_peft_names(state, prefix)
         local = lora.local_state(model, state, group)
-        shapes = [(key, tuple(tensor.shape), str(tensor.dtype)) for key, tensor in sorted(state.items())]
+        factors = [(key, *_told_apart(tensor)) for key, tensor in sorted(state.items())]
         alphas = sorted((kwargs.get("network_alphas") or {}).items())
-        claim = digest((name, prefix, hotswap, shapes, alphas, sorted((metadata or {}).items())))
+        claim = digest((name, prefix, hotswap, factors, alphas, sorted((metadata or {}).items())))
         step.must_equal(adapter=f"{len(state)} tensors as {name} ({claim})")
     kwargs = {"low_cpu_mem_usage": True, **kwargs, "adapter_name": name, "metadata": metadata}
     named = {key if prefix is None else f"{prefix}.{key}": ordinary(tensor) for key, tensor in local.items()}
@@ -155,6 +161,13 @@ def _in_peft_names(state: Mapping[str, Tensor], prefix: str | None) -> dict[str,
     if own and "lora_A" not in next(iter(own)):
         own = convert_unet_state_dict_to_peft(own)
     return dict(sorted(own.items()))
+
+
+def _told_apart(factor: Tensor) -> tuple[tuple[int, ...], str, str]:
+    """Return what tells a factor from another adapter's of the same shape: some of its values, too."""
+    values = factor.detach().flatten()
+    some = values[:: max(1, len(values) // _SAMPLES)].cpu()
+    return tuple(factor.shape), str(factor.dtype), digest(some.view(torch.uint8).numpy().tobytes())
 
 
 @cache

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.agree import describe, stamps_of
+from shardwise.checkpoint.copies import compare_copies
 from shardwise.checkpoint.files import Source, has_manifest, locate
 from shardwise.checkpoint.hub import already_here, at_commit, commit_of
 from shardwise.checkpoint.index import TensorEntry, read_index
@@ -149,7 +150,7 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
             dtype=options.dtype, quantization=options.quantization, **fingerprint(model, ready.plan)
         )
     static.judge(model, step.heard[0])
-    neighbours = group.meet()
+    neighbours = group.meet("tp")
     source = options.source(location)
     with group.agreement(subject, patience):
         if group.rank == neighbours[0]:
@@ -159,6 +160,7 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
         stamps = stamps_of(files := locate(already_here(source)))
         index, keys = match(model, source, files, options)
         step.must_equal(**describe(index, stamps))
+    compare_copies(group, subject, patience, {file.name: file for file in (*files, *_configurations(source))})
     with group.agreement(subject, patience), progress_bar(subject, group) as progress:
         reader = SliceReader(group.rank, group.degree, group.device, neighbours, stamps, progress)
         dtype = options.dtype_rule(model)
@@ -170,6 +172,12 @@ def load_sharded(cls: Any, location: Any, config: TensorParallelConfig, kwargs: 
     options.finish(model, location, report)
     _report_keys(subject, keys, group)
     return (model, _loading_info(keys)) if options.output_loading_info else model
+
+
+def _configurations(source: Source) -> list[Path]:
+    """Return the configuration of a model in a local folder; on the hub, one commit is of one."""
+    found = Path(source.location, source.subfolder or "", "config.json")
+    return [found] if found.is_file() else []
 
 
 def is_sharded_folder(location: Any, kwargs: Mapping[str, Any]) -> bool:
