@@ -18,6 +18,7 @@ from shardwise.cli import main
 from shardwise.errors import ConfigError, OutputError, RankFailure, UnsupportedOption
 from shardwise.generate import command, output
 from shardwise.generate.degree import smallest_that_fits, weights_by_degree
+from shardwise.generate.preflight import names_a_path
 from shardwise.generate.request import Request
 from tests.videos import frames_of
 
@@ -144,9 +145,7 @@ def test_event_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_adapter_of_the_hub_is_told_from_a_file(location: str, is_path: bool) -> None:
-    from shardwise.generate.worker import _is_path
-
-    assert _is_path(location) == is_path
+    assert names_a_path(location) == is_path
 
 
 # --- --tp auto --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
 from dataclasses import replace
 from datetime import timedelta
@@ -11,22 +11,27 @@ from typing import Any
 
 import click
 
-from shardwise.errors import OutputError, RankFailure, ShardwiseError
+from shardwise.errors import ConfigError, OutputError, RankFailure, ShardwiseError
+from shardwise.generate import preflight
 from shardwise.generate.events import append
 from shardwise.generate.request import LARGEST_SEED, Request
-from shardwise.launch import is_rank, run_as_rank, run_ranks
+from shardwise.launch import found, own_share, run_ranks
+from shardwise.launch.machine import require_room
 
 WORKER = "shardwise.generate.worker:generate"
 AUTO = "auto"
-_DEGREE = click.IntRange(min=1)
-_SECONDS = click.FloatRange(min=0, min_open=True)
+MOST_DIGITS = 9
+"""Of a number that somebody types: more are a mistake, and Python refuses to read thousands."""
+_DEGREE = click.IntRange(1, 10**MOST_DIGITS)
+_MANY = click.IntRange(1, 10_000)
+_SECONDS = click.FloatRange(0, 10**7, min_open=True)
 
 
 def _tp(context: click.Context, option: click.Parameter, value: str) -> int | None:
     """Return a degree, or None for `auto`."""
     if value == AUTO:
         return None
-    if not value.isdecimal() or int(value) < 1:
+    if not value.isdecimal() or len(value) > MOST_DIGITS or int(value) < 1:
         raise click.BadParameter(f"{value!r} is neither a number of ranks nor {AUTO!r}")
     return int(value)
 
@@ -35,7 +40,7 @@ def _size(context: click.Context, option: click.Parameter, value: str | None) ->
     """Return width and height."""
     if value is None:
         return None
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value)
+    found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", value)
     if found is None:
         raise click.BadParameter(f"{value!r} is not a width and a height in pixels, such as 1024x768")
     return int(found[1]), int(found[2])
@@ -49,11 +54,17 @@ def _arguments(context: click.Context, option: click.Parameter, value: str) -> d
     """Return the arguments in a JSON object."""
     try:
         found = json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise click.BadParameter("not a JSON object, such as '{\"true_cfg_scale\": 4}'")
     return found
+
+
+def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 @click.command()
@@ -77,8 +88,9 @@ def _arguments(context: click.Context, option: click.Parameter, value: str) -> d
 @click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), help="By default CUDA if each rank can have one."
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Denoising steps.")
-@click.option("--guidance", type=float, help="The pipeline's guidance_scale.")
+@click.option("--oversubscribe", is_flag=True, help="Start more ranks than four for each core.")
+@click.option("--steps", type=_MANY, help="Denoising steps.")
+@click.option("--guidance", type=float, callback=_finite, help="The pipeline's guidance_scale.")
 @click.option(
     "--seed",
     type=click.IntRange(0, LARGEST_SEED),
@@ -88,10 +100,17 @@ def _arguments(context: click.Context, option: click.Parameter, value: str) -> d
 )
 @click.option("--size", callback=_size, metavar="WxH", help="Width and height in pixels.")
 @click.option(
-    "--num-images", "images", type=_DEGREE, default=1, show_default=True, help="Pictures of each prompt."
+    "--num-images",
+    "images",
+    type=_MANY,
+    default=1,
+    show_default=True,
+    help="Pictures of each prompt.",
 )
-@click.option("--num-frames", "frames", type=_DEGREE, help="Frames of a video.")
-@click.option("--fps", type=_DEGREE, default=16, show_default=True, help="Frames of a video per second.")
+@click.option("--num-frames", "frames", type=_MANY, help="Frames of a video.")
+@click.option(
+    "--fps", type=click.IntRange(1, 1000), default=16, show_default=True, help="Frames of a video per second."
+)
 @click.option("--lora", metavar="FILE", help="A LoRA adapter: a file, a folder or a hub id.")
 @click.option(
     "--quantize", type=click.Choice(["int8"]), help="Quantize the weights of transformers as they arrive."
@@ -131,6 +150,7 @@ def _arguments(context: click.Context, option: click.Parameter, value: str) -> d
 @click.option(
     "--timeout",
     type=_SECONDS,
+    callback=_finite,
     default=120.0,
     show_default=True,
     help="Seconds that a rank waits for the others while generating.",
@@ -138,12 +158,13 @@ def _arguments(context: click.Context, option: click.Parameter, value: str) -> d
 @click.option(
     "--load-timeout",
     type=_SECONDS,
+    callback=_finite,
     default=7200.0,
     show_default=True,
     help="The same while loading and writing.",
 )
-def generate(device: str | None, **options: Any) -> None:
-    """Draw with the pipeline MODEL on several ranks, which are started here or by torchrun.
+def generate(device: str | None, oversubscribe: bool, **options: Any) -> None:
+    """Draw with the pipeline MODEL on several ranks, which are started here, or by torchrun, Slurm or Kubernetes.
 
     MODEL is a folder or hub id of a diffusers pipeline, or "embedded" for the one that comes with shardwise.
 
@@ -151,17 +172,24 @@ def generate(device: str | None, **options: Any) -> None:
     """
     try:
         request = _request(device, options)
+        require_room(own_share(request.ranks), device, oversubscribe)
+        preflight.check(request)
     except ShardwiseError as error:
         click.echo(f"Error: {error}", err=True)
         raise SystemExit(2) from error
     timeout = timedelta(seconds=request.timeout)
-    if is_rank():
-        files = run_as_rank(WORKER, request, device=device, timeout=timeout)
-        if os.environ["RANK"] == "0":
-            click.echo("\n".join(files))
-        return
     try:
-        files = run_ranks(WORKER, request.ranks, request, device=device, timeout=timeout)[0]
+        patience = timedelta(seconds=request.load_timeout)
+        drawn = run_ranks(
+            WORKER,
+            request.ranks,
+            request,
+            device=device,
+            timeout=timeout,
+            patience=patience,
+            oversubscribe=oversubscribe,
+        )
+        files = drawn[0]
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except ShardwiseError as error:
@@ -170,7 +198,8 @@ def generate(device: str | None, **options: Any) -> None:
             raise SystemExit(2) from error
         _write_down(request, error)
         raise SystemExit(1) from error
-    click.echo("\n".join(files))
+    if files is not None:  # else they are another machine's
+        click.echo("\n".join(files))
 
 
 def _write_down(request: Request, error: RankFailure) -> None:
@@ -187,8 +216,14 @@ def _request(device: str | None, options: dict[str, Any]) -> Request:
     request = Request(tp=tp or 1, **options)
     if tp is not None:
         return request
-    if is_rank():  # torchrun has decided
-        return replace(request, tp=max(1, int(os.environ["WORLD_SIZE"]) // request.ranks))
+    place = found()
+    if place is not None and place.may_divide:
+        raise ConfigError(
+            f"--tp auto looks at one machine, and {place.by} has started {place.count}: say --tp N, of which each "
+            "starts its share"
+        )
+    if place is not None:  # its launcher has decided
+        return replace(request, tp=max(1, place.count // request.ranks))
     from shardwise.generate.degree import choose_degree  # imports torch, which takes a second
 
     chosen, why = choose_degree(request, device)

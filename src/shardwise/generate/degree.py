@@ -19,6 +19,7 @@ from shardwise.models.options import library_of
 from shardwise.models.planning import choose_plan
 from shardwise.pipeline.components import Component, choose, entries
 from shardwise.plan.resolve import resolve
+from shardwise.runtime.devices import accelerator
 
 FOR_WEIGHTS = 0.8
 """Share of the free memory that weights may take. The rest is for activations, of a size that nobody knows yet."""
@@ -56,18 +57,21 @@ def choose_degree(request: Request, device: str | None) -> tuple[int, str]:
         ConfigError: the weights fit at no degree.
         CheckpointError: the model cannot be read.
     """
-    on_cuda = device != "cpu" and torch.cuda.is_available()
-    most = (torch.cuda.device_count() if on_cuda else os.cpu_count() or 1) // request.ranks
+    accelerated = device != "cpu" and accelerator() is not None
+    most = (torch.accelerator.device_count() if accelerated else os.cpu_count() or 1) // request.ranks
     degrees = [degree for degree in (1, 2, 4, 8, 16, 32, 64) if degree <= max(most, 1)]
-    dtype = getattr(torch, request.dtype or ("bfloat16" if on_cuda else "float32"))
+    dtype = getattr(torch, request.dtype or ("bfloat16" if accelerated else "float32"))
     needed = weights_by_degree(request, degrees, dtype)
-    return smallest_that_fits(needed, {degree: _room(on_cuda, degree * request.ranks) for degree in needed})
+    return smallest_that_fits(
+        needed, {degree: _room(accelerated, degree * request.ranks) for degree in needed}
+    )
 
 
-def _room(on_cuda: bool, ranks: int) -> int:
+def _room(accelerated: bool, ranks: int) -> int:
     """Return the bytes that a rank has for weights. Ranks on CPUs share the memory of the machine."""
-    if on_cuda:
-        free = min(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+    if accelerated:
+        devices = range(torch.accelerator.device_count())
+        free = min(torch.accelerator.get_memory_info(index)[0] for index in devices)
         return int(FOR_WEIGHTS * free)
     available = next(
         (

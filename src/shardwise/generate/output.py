@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from diffusers.utils import export_to_video
@@ -31,16 +33,15 @@ def require_video_writer() -> None:
 
 
 def require_folder(out: Path) -> None:
-    """Make the folder for the files, if there is none.
+    """Check that files can be written to a folder, which is made when the first is.
 
     Raises:
-        OutputError: nothing can be written there.
+        OutputError: it is no folder, cannot be made, or nothing can be written there.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{out} cannot be made: {error.strerror}") from error
-    if not os.access(out, os.W_OK):
+    there = next(path for path in (out, *out.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise OutputError(f"{out} cannot be made: {there} is not a folder; choose another with --out")
+    if not os.access(there, os.W_OK | os.X_OK):
         raise OutputError(f"{out} cannot be written to: choose another folder with --out")
 
 
@@ -56,7 +57,7 @@ def write_png(picture: Image.Image, out: Path, stem: str, parameters: Mapping[st
     text.add_text("parameters", json.dumps(parameters, default=str))
     encoded = io.BytesIO()
     picture.save(encoded, "PNG", pnginfo=text)
-    return _write(_free(out, stem, ".png"), lambda file: file.write_bytes(encoded.getbuffer()))
+    return _write(out, stem, {".png": lambda file: file.write_bytes(encoded.getbuffer())})
 
 
 def write_mp4(frames: Sequence[Any], out: Path, stem: str, parameters: Mapping[str, Any], fps: int) -> Path:
@@ -72,28 +73,61 @@ def write_mp4(frames: Sequence[Any], out: Path, stem: str, parameters: Mapping[s
     Raises:
         OutputError: there is no room, or no permission.
     """
-    file = _free(out, stem, ".mp4")
     text = json.dumps(parameters, indent=1, default=str) + "\n"
-    _write(file.with_suffix(".json"), lambda new: new.write_text(text, "utf-8"))
-    return _write(file, lambda new: export_to_video(list(frames), str(new), fps=fps))
+    return _write(
+        out,
+        stem,
+        {
+            ".mp4": lambda new: export_to_video(list(frames), str(new), fps=fps),
+            ".json": lambda new: new.write_text(text, "utf-8"),
+        },
+    )
 
 
-def _free(out: Path, stem: str, suffix: str) -> Path:
-    """Return a name that no file has: nothing is overwritten."""
-    file, count = out / f"{stem}{suffix}", 1
-    while file.exists():
-        count += 1
-        file = out / f"{stem}-{count}{suffix}"
-    return file
+def _write(out: Path, stem: str, writers: Mapping[str, Callable[[Path], object]]) -> Path:
+    """Write files of one name, by suffix, and return the first; none is overwritten, and none is seen half written.
 
-
-def _write(file: Path, write: Callable[[Path], object]) -> Path:
-    """Let `write` write to a file of another name, and give it its own once it is complete."""
-    new = file.with_name(f".{file.stem}.part{file.suffix}")
+    Others may write to the same folder at the same time, under the same name.
+    """
     try:
-        write(new)
-        os.replace(new, file)
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{stem}-", dir=out, ignore_cleanup_errors=True) as name:
+            parts = {suffix: Path(name) / f"{stem}{suffix}" for suffix in writers}
+            for suffix, write in writers.items():
+                write(parts[suffix])
+            for count in itertools.count(1):
+                named = f"{stem}-{count}" if count > 1 else stem
+                if _all_named(parts, {suffix: out / f"{named}{suffix}" for suffix in writers}):
+                    return out / f"{named}{next(iter(writers))}"
     except OSError as error:
-        new.unlink(missing_ok=True)
-        raise OutputError(f"{file} cannot be written: {error.strerror or error}") from error
-    return file
+        raise OutputError(
+            f"{out / stem}{next(iter(writers))} cannot be written: {error.strerror or error}"
+        ) from error
+    raise AssertionError("unreachable")
+
+
+def _all_named(parts: Mapping[str, Path], names: Mapping[str, Path]) -> bool:
+    """Give complete files their names, all of them or, if one is taken, none; return whether they have them."""
+    given: list[Path] = []
+    for suffix, name in names.items():
+        if not _named(parts[suffix], name):
+            for taken_back in given:
+                taken_back.unlink()
+            return False
+        given.append(name)
+    return True
+
+
+def _named(part: Path, name: Path) -> bool:
+    """Give a file a name that no file has, in one step; return False if one has it."""
+    try:
+        os.link(part, name)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links: the name is taken first, by an empty file
+        try:
+            name.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        os.replace(part, name)
+    return True

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.bench.gauges import memory
+from shardwise.errors import OutputError
 from shardwise.generate.display import Display
 from shardwise.generate.events import append
 from shardwise.pipeline import PipelineReport
@@ -33,6 +34,7 @@ class Progress:
         self._group, self._board = group, Board(group)
         self._events = events if group.rank == 0 else None
         self._display = Display() if group.rank == 0 else None
+        self._failure: OutputError | None = None
         self._loads: dict[str, _Load] = {}
         self._lock = threading.Lock()
 
@@ -47,8 +49,21 @@ class Progress:
             self._display.finish()
 
     def tell(self, event: str, **data: Any) -> None:
-        """Write an event down."""
-        append(self._events, event, **data)
+        """Write an event down; if that fails, `check` says so."""
+        if self._failure is None:
+            try:
+                append(self._events, event, **data)
+            except OutputError as error:
+                self._failure = error
+
+    def check(self) -> None:
+        """Raise if an event could not be written; to be called where the other ranks hear of it.
+
+        Raises:
+            OutputError: likewise.
+        """
+        if self._failure is not None:
+            raise self._failure
 
     def phase(self, name: str) -> None:
         """Say that something begins, and that all before it is done."""
@@ -116,8 +131,8 @@ class _Load:
 
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes that this process has used so far: of its accelerator, or on a CPU of its memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     try:
         return memory()["VmHWM"]
     except OSError:  # not Linux

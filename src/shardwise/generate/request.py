@@ -21,8 +21,8 @@ OPTIONS = {
     "num_frames": "--num-frames",
 }
 """Argument of a pipeline -> the option that sets it."""
-OURS = {"generator", "output_type", "return_dict"}
-"""Arguments of a pipeline that nobody else may set."""
+OURS = {"generator", "output_type", "return_dict", "num_images_per_prompt", "num_videos_per_prompt"}
+"""Arguments of a pipeline that nobody else may set; --num-images says how many are drawn."""
 
 
 @dataclass(frozen=True)

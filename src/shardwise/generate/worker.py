@@ -17,12 +17,14 @@ from PIL import Image
 from shardwise import __version__
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import ConfigError
+from shardwise.generate import preflight
 from shardwise.generate.load import load, pipeline_class
 from shardwise.generate.output import require_folder, require_video_writer, write_mp4, write_png
 from shardwise.generate.progress import Progress, watch_steps
 from shardwise.generate.request import OURS, Request
 from shardwise.launch.group import limit_collectives
 from shardwise.models.progress import watched_by
+from shardwise.runtime.agreement import waiting_at_most
 from shardwise.runtime.group import TensorParallelGroup
 from shardwise.runtime.replicas import spread_prompts
 
@@ -40,13 +42,14 @@ def generate(request: Request) -> list[str]:
     start = time.perf_counter()
     group = TensorParallelGroup.of(TensorParallelConfig(dist.get_world_size()))
     progress, patience = Progress(group, request.events), timedelta(seconds=request.load_timeout)
-    with group.agreement("starting to generate") as step:
+    with group.agreement("starting to generate", patience) as step:
         step.must_equal(**request.as_dict())
         call = _checked_call(request, group)
-    progress.tell("start", ranks=group.degree, device=str(group.device), request=request.as_dict())
+        progress.tell("start", ranks=group.degree, device=str(group.device), request=request.as_dict())
+        progress.check()
     with progress.shown():
         progress.phase("loading")
-        with group.agreement("loading", patience), watched_by(progress.load):
+        with group.agreement("loading", patience), waiting_at_most(patience), watched_by(progress.load):
             pipeline = load(request, group)
         limit_collectives(timedelta(seconds=request.timeout))
         progress.loaded(pipeline.parallel_report)
@@ -55,10 +58,12 @@ def generate(request: Request) -> list[str]:
         drawn = _drawn(request, pipeline, call)
         progress.phase("writing")
         with group.agreement("writing", patience) as step:
-            step.say(_written(request, pipeline, call, drawn) if group.rank == 0 else None)
-        files: list[str] = step.heard[0]
-        _tell_the_end(progress, pipeline, files, time.perf_counter() - start)
-    return files
+            progress.check()
+            files = _written(request, pipeline, call, drawn) if group.rank == 0 else None
+            step.say(files)
+            _tell_the_end(progress, pipeline, files, time.perf_counter() - start)
+            progress.check()
+    return step.heard[0]  # type: ignore[no-any-return]
 
 
 def _checked_call(request: Request, group: TensorParallelGroup) -> dict[str, Any]:
@@ -68,8 +73,7 @@ def _checked_call(request: Request, group: TensorParallelGroup) -> dict[str, Any
             f"tp {request.tp} x cfg {request.cfg} x dp {request.dp} x ulysses {request.ulysses} "
             f"is {request.ranks} ranks, and {group.degree} were started: change one of them"
         )
-    if request.lora is not None and _is_path(request.lora) and not Path(request.lora).exists():
-        raise ConfigError(f"--lora {request.lora}: there is no such file")
+    preflight.check(request)
     cls, _ = pipeline_class(request.location)
     accepted = inspect.signature(cls.__call__).parameters.keys() - OURS - {"self", "args", "kwargs"}
     if group.rank == 0:
@@ -77,12 +81,6 @@ def _checked_call(request: Request, group: TensorParallelGroup) -> dict[str, Any
         if "num_frames" in accepted:
             require_video_writer()
     return request.call(cls.__name__, accepted)
-
-
-def _is_path(location: str) -> bool:
-    """Return whether this cannot be the id of a hub repository."""
-    names_a_file = location.endswith((".safetensors", ".bin", ".pt"))
-    return names_a_file or location.startswith((".", "/", "~")) or location.count("/") != 1
 
 
 @torch.inference_mode()
@@ -93,13 +91,16 @@ def _drawn(request: Request, pipeline: Any, call: dict[str, Any]) -> Any:
     """
     seeds = range(request.seed, request.seed + len(request.pictures))
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+
+    def draw(**arguments: Any) -> Any:
+        with waiting_at_most(timedelta(seconds=request.timeout)):
+            return pipeline(**arguments)
+
     if request.dp == 1:
-        return pipeline(**call, generator=generators if len(generators) > 1 else generators[0])[0]
+        return draw(**call, generator=generators if len(generators) > 1 else generators[0])[0]
     others = {name: value for name, value in call.items() if name != "prompt"}
     mesh, timeout = pipeline.parallel_mesh, request.load_timeout
-    return spread_prompts(
-        pipeline, request.pictures, mesh=mesh, generator=generators, timeout=timeout, **others
-    )
+    return spread_prompts(draw, request.pictures, mesh=mesh, generator=generators, timeout=timeout, **others)
 
 
 def _written(request: Request, pipeline: Any, call: dict[str, Any], drawn: Any) -> list[str]:
@@ -129,7 +130,7 @@ def _parameters(request: Request, pipeline: Any, call: dict[str, Any]) -> dict[s
     }
 
 
-def _tell_the_end(progress: Progress, pipeline: Any, files: list[str], seconds: float) -> None:
+def _tell_the_end(progress: Progress, pipeline: Any, files: list[str] | None, seconds: float) -> None:
     """Say what came of the job, and of the ranks for guidance if there were any."""
     spread = getattr(pipeline, "guidance_spread", None)
     if spread is not None:

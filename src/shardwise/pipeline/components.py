@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 
 from shardwise import encoders, models
+from shardwise.checkpoint.configuration import read_object
 from shardwise.config import TensorParallelConfig
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedOption
 from shardwise.models.options import NONE, Refused, library_of, without_refused
@@ -122,6 +123,17 @@ def choose(
             )
     classes = {name: cls for name, cls in shardable(index, names).items() if name not in passed}
     return [Component(name, cls, _options(folder, name, cls, options)) for name, cls in classes.items()]
+
+
+def check_configurations(folder: Path) -> None:
+    """Refuse a folder of which the index or a configuration is not what it should be, in words of our own.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    for pattern in ("model_index.json", "*/config.json", "*/scheduler_config.json"):
+        for file in folder.glob(pattern):
+            read_object(file)
 
 
 def _is_there(folder: Path, name: str) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.checkpoint.copies import compare_copies, files_of
 from shardwise.checkpoint.files import Source
 from shardwise.checkpoint.hub import at_commit, commit_of
 from shardwise.config import ParallelConfig, TensorParallelConfig
@@ -27,7 +28,8 @@ from shardwise.errors import CheckpointError, UnsupportedState
 from shardwise.models.context import enable_context_parallel
 from shardwise.models.options import HUB_OPTIONS, asked_dtype
 from shardwise.models.parallelism import as_config
-from shardwise.pipeline.components import check_options, choose, concrete, dtype_of
+from shardwise.pipeline.components import check_configurations, check_options, choose, concrete, dtype_of
+from shardwise.pipeline.finite import watch_finite
 from shardwise.pipeline.report import PipelineReport, component_report, held
 from shardwise.pipeline.saving import let_save
 from shardwise.pipeline.unloading import unload_after_encoding
@@ -85,12 +87,15 @@ class DiffusionPipeline:
                 cannot do what the ranks are for.
             GroupError: there is no process group of this size, or this process is not in it.
             RankFailure: another rank failed.
+
+        Its calls raise `NotFinite` before they decode latents that are not finite.
         """
         location = str(pretrained_model_name_or_path)
         parallel, mesh, config = _configs(parallel_config)
         load = _Load(location, config, components, pipeline_class, options)
         alone = mesh is None and config.tp_degree == 1
         pipeline = load.whole() if alone else load.sharded(everyone=mesh is not None)
+        watch_finite(pipeline)
         if unload_text_encoders_after_encoding:
             unload_after_encoding(pipeline)
         if mesh is not None:
@@ -153,9 +158,11 @@ class _Load:
         check_options(self.options)
         group = TensorParallelGroup.of(TensorParallelConfig() if everyone else self.config)
         folder = self._fetched(group)
+        compare_copies(group, self.subject, self.patience, files_of(folder))
         with group.agreement(self.subject) as step:
             if not everyone:
                 group.check(self.config)
+            check_configurations(folder)
             index = self.pipeline_class.load_config(folder)
             options = {**self.options, "dtype": self.dtype}
             names = self.names if self.config.tp_degree > 1 else ()
