@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise import models
 from shardwise.models.lookup import skeleton, tiny_case
+from tests import devices
 
 FAMILIES = sorted(models.FAMILIES)
 
@@ -147,9 +148,10 @@ class Routes(TorchFunctionMode):
 
 
 def call(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    """Return the output tensors of a diffusers model."""
+    """Return the output tensors of a diffusers model, which are on the CPU wherever the model is."""
+    inputs = map_tensors(partial(devices.to, devices.device_of(model)), inputs)
     with exactly(model):
-        return list(tensors_of(model(**{**inputs, **plainly(model)})))
+        return [tensor.cpu() for tensor in tensors_of(model(**{**inputs, **plainly(model)}))]
 
 
 @contextmanager

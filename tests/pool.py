@@ -11,10 +11,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import devices
+from tests.hosts import Host
 
 START_SECONDS = 120
 CALL_SECONDS = 240
@@ -33,10 +35,16 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """N gloo ranks, each a process of its own, that run the same function and return its results."""
+    """N ranks, each a process of its own, that run the same function and return its results.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        size: How many.
+        device: What they compute on.
+        hosts: Where each of them is, if not all are here.
+    """
+
+    def __init__(self, size: int, device: str = devices.CHOSEN, hosts: Sequence[Host] = ()) -> None:
+        self.size, self.device, self._hosts = size, device, hosts
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -69,10 +77,15 @@ class Pool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_ONCE)
-        store = Path(tempfile.mkdtemp(prefix="shardwise-tests-")) / "store"
+        meeting = f"file://{tempfile.mkdtemp(prefix='shardwise-tests-')}/store"
+        if self._hosts:
+            meeting = f"tcp://{self._hosts[0].address}:29500"
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, store, there), daemon=True)
+            host = self._hosts[rank] if self._hosts else None
+            process = context.Process(
+                target=_serve, args=(rank, self.size, self.device, meeting, there, host), daemon=True
+            )
             process.start()
             there.close()
             self._ranks.append((process, here))
@@ -98,15 +111,19 @@ def collect_garbage_seldom() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
-def _serve(rank: int, size: int, store: Path, connection: Connection) -> None:
+def _serve(
+    rank: int, size: int, device: str, meeting: str, connection: Connection, host: Host | None
+) -> None:
+    if host is not None:
+        host.enter()
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     collect_garbage_seldom()
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
+        devices.take(device, rank, size),
+        init_method=meeting,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=COLLECTIVE_SECONDS),

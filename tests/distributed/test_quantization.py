@@ -128,6 +128,7 @@ def _assert_as_exact(found: Distances, kind: str) -> None:
     assert whole > tolerances.MISTAKE, kind  # it is quantized
 
 
+@pytest.mark.any_device
 @at_two_ranks_and_once_at_four(FAMILIES, FLUX2)
 def test_quantized_model_is_as_exact_as_one_process(
     ranks: Pool, folders: Callable[[str], Path], name: str
@@ -141,6 +142,7 @@ def test_quantized_model_is_as_exact_as_one_process(
         assert coarser.excess(tolerances.QUANTIZED_RATIO) > 2 * tolerances.STANDARD_ERRORS
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("kind", FURTHER_KINDS)
 def test_further_kinds_are_as_exact_as_one_process(
     two_ranks: Pool, folders: Callable[[str], Path], kind: str

@@ -31,6 +31,8 @@ from tests.helpers import family, outputs, randomize, relative_error, save_tiny,
 from tests.pool import Pool
 from tests.small_models import SMALL, Glu, Grouped, Mlp, Parallel, Transformer
 
+pytestmark = pytest.mark.any_device
+
 FAMILIES = [
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
@@ -214,6 +216,7 @@ def _in_two_groups(source: Path, target: Path) -> None:
     model.save_pretrained(target / f"group-{mesh.get_coordinate()[0]}")
 
 
+@pytest.mark.any_device(False)
 def test_E3_each_group_of_a_larger_world_saves_its_model(four_ranks: Pool, tmp_path: Path) -> None:
     source = tmp_path / "source"
     randomize(Parallel()).save_pretrained(source)
@@ -292,6 +295,7 @@ def _peak_of_a_gather() -> int:
     return grown["peak"]
 
 
+@pytest.mark.any_device(False)
 def test_E3_no_rank_holds_more_than_a_piece_beside_its_slices(ranks: Pool, tmp_path: Path) -> None:
     randomize(Mlp(**WIDE)).save_pretrained(tmp_path / "source")
     peaks = ranks.run(_peak_of_a_save, tmp_path / "source", tmp_path / "target")

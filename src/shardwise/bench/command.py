@@ -24,6 +24,13 @@ _plot = click.option(
     help="Draw the figures in this PNG file.",
 )
 _ranks = click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True)
+_device = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda", "xpu"]),
+    default="cpu",
+    show_default=True,
+    help="Where the ranks compute.",
+)
 
 
 @click.group()
@@ -46,6 +53,7 @@ def bench() -> None:
     type=click.Path(file_okay=False, path_type=Path),
     help="Write the checkpoint here and leave it; by default it is removed.",
 )
+@_device
 @_json
 @_plot
 def load(
@@ -55,17 +63,25 @@ def load(
     repeats: int,
     cold: bool,
     folder: Path | None,
+    device: str,
     json_file: Path,
     plot: Path | None,
 ) -> None:
-    """Load a checkpoint of FLUX.2-dev's tensor shapes in six ways, on CPU, beside reading as many bytes alone."""
+    """Load a checkpoint of FLUX.2-dev's tensor shapes in six ways, beside reading as many bytes alone."""
     from shardwise.bench.load import bench_load  # torch and diffusers take seconds to import
     from shardwise.bench.plot import draw_loads
     from shardwise.bench.show import load_table
 
     def work() -> dict[str, Any]:
         return bench_load(
-            ranks, size_gb, modulations=modulations, repeats=repeats, cold=cold, folder=folder, say=_say
+            ranks,
+            size_gb,
+            modulations=modulations,
+            repeats=repeats,
+            cold=cold,
+            folder=folder,
+            device=device,
+            say=_say,
         )
 
     _measured(work, json_file, plot, load_table, draw_loads)
@@ -74,15 +90,19 @@ def load(
 @bench.command()
 @_ranks
 @click.option("--repeats", type=click.IntRange(min=1), default=9, show_default=True)
+@_device
 @_json
 @_plot
-def step(ranks: int, repeats: int, json_file: Path, plot: Path | None) -> None:
-    """Run the forward of four families on one process and on ranks, on CPU."""
+def step(ranks: int, repeats: int, device: str, json_file: Path, plot: Path | None) -> None:
+    """Run the forward of four families on one process and on ranks."""
     from shardwise.bench.plot import draw_steps
     from shardwise.bench.show import step_table
     from shardwise.bench.step import bench_step
 
-    _measured(lambda: bench_step(ranks, repeats=repeats, say=_say), json_file, plot, step_table, draw_steps)
+    def work() -> dict[str, Any]:
+        return bench_step(ranks, repeats=repeats, device=device, say=_say)
+
+    _measured(work, json_file, plot, step_table, draw_steps)
 
 
 def _measured(work: Any, json_file: Path, plot: Path | None, table: Any, draw: Any) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from shardwise.errors import UnsupportedOption
 
 _BLOCK = 16 * 2**20
@@ -97,7 +99,21 @@ class SequentialRead:
         return time.perf_counter() - start
 
 
-def conditions() -> dict[str, Any]:
+def require_devices(device: str) -> None:
+    """Raise where torch does not have what is to be measured.
+
+    Raises:
+        UnsupportedOption: there is no device of this type.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if device != "cpu" and (found is None or found.type != device):
+        raise UnsupportedOption(
+            f"torch {torch.__version__} finds no {device} device on this machine: its driver, or a build of torch for "
+            "it, is missing; leave --device out to measure on CPUs"
+        )
+
+
+def conditions(device: str = "cpu") -> dict[str, Any]:
     """Return when, on what and with what something is measured."""
     names = ("shardwise", "torch", "diffusers", "safetensors")
     return {
@@ -107,6 +123,7 @@ def conditions() -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             "load_average": round(os.getloadavg()[0], 2),
+            **({} if device == "cpu" else {"devices": _devices(device)}),
         },
         "versions": {
             "python": platform.python_version(),
@@ -114,6 +131,12 @@ def conditions() -> dict[str, Any]:
             **{name: version(name) for name in names},
         },
     }
+
+
+def _devices(device: str) -> list[dict[str, Any]]:
+    module = torch.get_device_module(device)
+    found = [module.get_device_properties(index) for index in range(module.device_count())]
+    return [{"name": each.name, "memory_bytes": each.total_memory} for each in found]
 
 
 def _cpu() -> str:

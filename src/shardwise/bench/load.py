@@ -16,6 +16,7 @@ from shardwise.bench.gauges import (
     conditions,
     drop_from_memory,
     middle,
+    require_devices,
     require_linux,
     turns,
 )
@@ -41,7 +42,8 @@ def bench_load(
     repeats: int = 3,
     cold: bool = True,
     folder: Path | None = None,
-    kinds: Sequence[str] = tuple(KINDS),
+    kinds: Sequence[str] | None = None,
+    device: str = "cpu",
     say: Said = logger.info,
 ) -> dict[str, Any]:
     """Load a checkpoint in every way, and return what each took: medians over `repeats` turns.
@@ -58,21 +60,25 @@ def bench_load(
         repeats: Number of turns.
         cold: Whether to measure also with files that are on storage only.
         folder: Where the checkpoint is written, and left; by default it is removed.
-        kinds: Names of `KINDS`, in place of all.
+        kinds: Names of `KINDS`, in place of all that there are for the device.
+        device: The type of the devices that slices go to.
         say: Told what is going on.
 
     Raises:
-        UnsupportedOption: the system does not count what is measured.
+        UnsupportedOption: the system does not count what is measured, or has no such device.
         RankFailure: a load failed, or two kinds loaded different numbers.
     """
     require_linux()
+    require_devices(device)
+    if kinds is None:  # memory of a device is in place before, always
+        kinds = [name for name, kind in KINDS.items() if device == "cpu" or not kind.ready]
     sizes = sizes_for(round(size_gb * 1e9))
     with _folder(folder) as place:
         checkpoint, rehearsal = place / "checkpoint", place / "rehearsal"
         say(f"writing {size_gb:g} GB to {checkpoint}")
         nbytes = write_checkpoint(checkpoint, sizes)
         write_checkpoint(rehearsal, _REHEARSAL)
-        bench = _Bench(ranks, checkpoint, rehearsal, modulations, say)
+        bench = _Bench(ranks, checkpoint, rehearsal, modulations, device, say)
         for turn in range(repeats):
             bench.turn(turn, turns(kinds, turn), cold)
         plan = shard_bytes(checkpoint, config_of(checkpoint, ranks, modulations))
@@ -83,7 +89,7 @@ def bench_load(
             "modulations_sharded": modulations,
             "plan_bytes_per_rank": max(plan),
             "repeats": repeats,
-            **conditions(),
+            **conditions(device),
             "sequential_read": bench.floor(),
             "variants": {kind: bench.figures(kind) for kind in kinds},
         }
@@ -111,8 +117,10 @@ def _described(sizes: Sizes, files: Sequence[Path]) -> dict[str, Any]:
 class _Bench:
     """One checkpoint, and what has been measured on it so far."""
 
-    def __init__(self, ranks: int, checkpoint: Path, rehearsal: Path, modulations: bool, say: Said) -> None:
-        self._ranks, self._modulations, self._say = ranks, modulations, say
+    def __init__(
+        self, ranks: int, checkpoint: Path, rehearsal: Path, modulations: bool, device: str, say: Said
+    ) -> None:
+        self._ranks, self._modulations, self._device, self._say = ranks, modulations, device, say
         self._checkpoint, self._rehearsal = checkpoint, rehearsal
         self._files = weight_files(checkpoint)
         self._reads: dict[str, list[float]] = {"warm_s": [], "cold_s": []}
@@ -134,7 +142,7 @@ class _Bench:
 
     def _measure(self, kind: str, cold: bool, check: bool) -> None:
         args = (kind, self._checkpoint, self._rehearsal, self._modulations, cold, check)
-        results = run_fresh(measure, self._ranks, *args)
+        results = run_fresh(measure, self._ranks, *args, device=self._device)
         if check:
             self._compare(kind, [result.pop("check_sums") for result in results])
         if all(result["cold"] for result in results) or not cold:

@@ -33,6 +33,8 @@ from shardwise.models import Flux2Transformer2DModel
 from shardwise.models.lookup import skeleton
 from shardwise.models.planning import without_modulations
 from shardwise.plan.resolve import resolve
+from shardwise.runtime.devices import current_device, synchronize
+from shardwise.runtime.group import default_device_type
 
 DTYPE = torch.bfloat16
 PLAN: dict[str, Any] = Flux2Transformer2DModel._tp_plan
@@ -129,7 +131,8 @@ def measure(
             cold = drop_from_memory(sorted(folder.glob("*.safetensors")))
         found, model = _measured(watch, lambda: _once(kind, folder, config, arena))
     shard = sum(_local(p).nbytes for p in model.parameters())
-    found |= _phases(model) | {"shard_bytes": shard, "new_bytes": 0 if kind.ready else shard, "cold": cold}
+    on_host = sum(_local(p).nbytes for p in model.parameters() if p.device.type == "cpu")
+    found |= _phases(model) | {"shard_bytes": shard, "new_bytes": 0 if kind.ready else on_host, "cold": cold}
     if check:
         found["check_sums"] = {key: _check_sum(_local(p)) for key, p in model.named_parameters()}
     return found
@@ -138,7 +141,8 @@ def measure(
 def _once(kind: Kind, folder: Path, config: TensorParallelConfig, arena: Arena | None) -> Any:
     with ExitStack() as changes:
         if kind.load in (_diffusers, _diffusers_full):
-            changes.enter_context(diffusers_tp.on_cpu(arena))
+            if default_device_type() == "cpu":
+                changes.enter_context(diffusers_tp.on_cpu(arena))
             changes.enter_context(diffusers_tp.same_slices(DiffusersModel, config.plan or {}))
         elif arena is not None:
             changes.enter_context(mock.patch.object(SliceReader, "empty", arena.empty))
@@ -151,6 +155,7 @@ def _measured(watch: Watch, load: Callable[[], Any]) -> tuple[dict[str, Any], nn
     watch.begin()
     clock, cpu = time.perf_counter(), time.process_time()
     model = load()
+    synchronize(own_device())
     cpu = time.process_time() - cpu
     own = time.perf_counter() - clock
     watch.end()
@@ -222,8 +227,13 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _check_sum(tensor: Tensor) -> str:
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    data = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return f"{tuple(tensor.shape)} {zlib.crc32(data):08x}"
+
+
+def own_device() -> torch.device:
+    """Return the device of this rank."""
+    return current_device(default_device_type())
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shardwise.bench.gauges import memory
 from shardwise.errors import RankFailure
+from shardwise.runtime.devices import take_device
 
 PATIENCE = 900.0
 """Seconds after which a measurement has failed."""
@@ -46,8 +47,10 @@ class Watch:
         self._connection.send(("end", os.getpid()))
 
 
-def run_fresh(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Return `function(watch, *args)` of each of `ranks` new processes that share a gloo group, by rank.
+def run_fresh(function: Callable[..., Any], ranks: int, *args: Any, device: str = "cpu") -> list[Any]:
+    """Return `function(watch, *args)` of each of `ranks` new processes that share a group, by rank.
+
+    They are on devices of the type `device`, and meet by gloo, or by the backend of an accelerator.
 
     A result that is a dict gets `peak_anonymous` and `peak_files`: the most memory that was seen, in bytes.
 
@@ -61,7 +64,8 @@ def run_fresh(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]
     try:
         for rank in range(ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, store.port, rank, ranks, function, args))
+            about = (there, store.port, rank, ranks, device, function, args)
+            process = context.Process(target=_serve, args=about)
             process.start()
             there.close()
             processes.append(process)
@@ -121,6 +125,7 @@ def _serve(
     port: int,
     rank: int,
     ranks: int,
+    device: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -129,7 +134,7 @@ def _serve(
         # The ranks share the cores of this machine; more threads than cores make all of them slow.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
         store = TCPStore(_HOST, port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        dist.init_process_group(take_device(device, rank, ranks), store=store, rank=rank, world_size=ranks)
         value = function(Watch(connection), *args)
         dist.barrier()
         connection.send(("value", value))

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise import models
 from shardwise.bench.checkpoint import write_model
-from shardwise.bench.gauges import conditions, middle, require_linux
+from shardwise.bench.gauges import conditions, middle, require_devices, require_linux
 from shardwise.bench.ranks import run_fresh
 from shardwise.bench.steps import REAL, SMALL, Case, cases, measure_calls, measure_steps
 from shardwise.models.lookup import skeleton
@@ -23,6 +23,7 @@ def bench_step(
     ranks: int,
     *,
     repeats: int = 9,
+    device: str = "cpu",
     measured: Sequence[Case] | None = None,
     say: Callable[[str], object] = logger.info,
 ) -> dict[str, Any]:
@@ -34,31 +35,33 @@ def bench_step(
     Args:
         ranks: Number of ranks.
         repeats: Number of turns.
+        device: The type of the devices. With fewer of them than ranks they are shared, and diffusers is left out.
         measured: The cases, by default four families at real widths and at small ones.
         say: Told what is going on.
 
     Raises:
-        UnsupportedOption: the system does not count what is measured.
+        UnsupportedOption: the system does not count what is measured, or has no such device.
         RankFailure: a rank failed.
     """
     require_linux()
+    require_devices(device)
     measured = cases() if measured is None else measured
-    found = [_case(case, ranks, repeats, say) for case in measured]
+    found = [_case(case, ranks, repeats, device, say) for case in measured]
     smallest = next((case for case in measured if case.size == SMALL), measured[0])
     return {
         "ranks": ranks,
         "repeats": repeats,
-        **conditions(),
+        **conditions(device),
         "cases": found,
-        "colwise_call": _calls(smallest, ranks),
+        "colwise_call": _calls(smallest, ranks, device),
     }
 
 
-def _case(case: Case, ranks: int, repeats: int, say: Callable[[str], object]) -> dict[str, Any]:
+def _case(case: Case, ranks: int, repeats: int, device: str, say: Callable[[str], object]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         nbytes = write_model(Path(folder), _whole(case))
         turns = max(3, repeats // 2) if case.size == REAL else repeats  # they take seconds
-        results = run_fresh(measure_steps, ranks, case, Path(folder), turns)
+        results = run_fresh(measure_steps, ranks, case, Path(folder), turns, device=device)
     ways = {way: _summary([result[way] for result in results]) for way in results[0]}
     said = ", ".join(f"{way} {figures['wall_s'] * 1e3:.0f} ms" for way, figures in ways.items())
     say(f"{case.name}, {case.size}: {said}")
@@ -85,9 +88,9 @@ def _summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _calls(case: Case, ranks: int) -> dict[str, float]:
+def _calls(case: Case, ranks: int, device: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         write_model(Path(folder), _whole(case))
-        results = run_fresh(measure_calls, ranks, case, Path(folder))
+        results = run_fresh(measure_calls, ranks, case, Path(folder), device=device)
     colwise, plain = (median(r[name] for r in results) for name in ("colwise_us", "plain_us"))
     return {"colwise_us": round(colwise, 2), "plain_us": round(plain, 2), "ratio": round(colwise / plain, 3)}

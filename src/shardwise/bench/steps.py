@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import models
 from shardwise.bench import diffusers_tp
 from shardwise.bench.gauges import turns
-from shardwise.bench.loads import DTYPE, quiet
+from shardwise.bench.loads import DTYPE, own_device, quiet
 from shardwise.bench.ranks import Watch
 from shardwise.config import TensorParallelConfig
 from shardwise.models.lookup import family_of, skeleton
 from shardwise.plan.rules import tensors_in
+from shardwise.runtime.devices import synchronize
 from shardwise.runtime.modules import ColwiseLinear
 
 ALONE, OURS, THEIRS = "one process", "shardwise", "diffusers"
@@ -116,10 +118,11 @@ def _ways(case: Case, folder: Path) -> dict[str, Callable[..., Any]]:
         getattr(models, case.name).from_pretrained(folder, parallel_config=config, dtype=DTYPE)
         for config in (TensorParallelConfig(degree), TensorParallelConfig(degree, shard_modulation=False))
     )
-    alone = theirs.from_pretrained(folder, torch_dtype=DTYPE) if dist.get_rank() == 0 else _nothing
+    device = own_device()
+    alone = theirs.from_pretrained(folder, torch_dtype=DTYPE).to(device) if dist.get_rank() == 0 else _nothing
     ways = {ALONE: alone, OURS: ours, SAME_PLAN: same}
-    if theirs._tp_plan is not None:
-        with diffusers_tp.on_cpu():
+    if theirs._tp_plan is not None and (device.type == "cpu" or degree <= torch.accelerator.device_count()):
+        with diffusers_tp.on_cpu() if device.type == "cpu" else nullcontext():
             model = theirs.from_pretrained(
                 folder, parallel_config=diffusers_tp.config(degree), torch_dtype=DTYPE
             )
@@ -135,11 +138,13 @@ def _inputs(case: Case) -> dict[str, Any]:
     family: Any = family_of(getattr(models, case.name))
     model: Any = skeleton(getattr(models, case.name), **case.config)
     inputs = family.example_inputs(model.config, torch.Generator().manual_seed(0), case.batch)
-    return {name: _as_dtype(value) for name, value in inputs.items()}
+    return {name: _placed(value) for name, value in inputs.items()}
 
 
-def _as_dtype(value: Any) -> Any:
-    return value.to(DTYPE) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _placed(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(own_device(), DTYPE if value.is_floating_point() else None)
 
 
 def _timed(forward: Callable[[], Any]) -> tuple[float, float]:
@@ -149,6 +154,7 @@ def _timed(forward: Callable[[], Any]) -> tuple[float, float]:
     with torch.no_grad():
         forward()
     cpu = time.thread_time() - cpu
+    synchronize(own_device())
     dist.barrier()
     return time.perf_counter() - clock, cpu
 
@@ -189,9 +195,11 @@ def measure_calls(watch: Watch, case: Case, folder: Path) -> dict[str, float]:
         ours = _ways(case, folder)[OURS]
     assert isinstance(ours, nn.Module)
     colwise = next(module for module in ours.modules() if isinstance(module, ColwiseLinear))
-    plain = nn.Linear(colwise.in_features, colwise.out_features, colwise.bias is not None, dtype=DTYPE)
+    plain = nn.Linear(
+        colwise.in_features, colwise.out_features, colwise.bias is not None, own_device(), DTYPE
+    )
     plain.load_state_dict(colwise.state_dict())
-    input = torch.ones(1, 1, colwise.in_features, dtype=DTYPE)
+    input = torch.ones(1, 1, colwise.in_features, dtype=DTYPE, device=own_device())
     times: dict[str, list[float]] = {"colwise_us": [], "plain_us": []}
     with torch.no_grad():
         for turn in range(_ROUNDS):

@@ -21,6 +21,7 @@ from shardwise.demo import CALL, demo_model_path
 from shardwise.demo.sheet import contact_sheet
 from shardwise.launch import run_ranks
 from shardwise.models.families.flux2 import Flux2Transformer2DModel
+from shardwise.runtime.devices import accelerator
 from shardwise.runtime.placement import placement
 from shardwise.runtime.shard import sharding_of
 
@@ -50,6 +51,7 @@ class Drawn:
         weight_bytes: Bytes of the transformer's parameters that this process holds.
         bytes_read: Bytes of weights it read from the checkpoint.
         all_reduces: Sums over the ranks while drawing one denoising step of the whole sheet.
+        device: The type of the device, such as `"cpu"`.
         load_seconds, draw_seconds: Wall time.
     """
 
@@ -57,6 +59,7 @@ class Drawn:
     weight_bytes: int
     bytes_read: int
     all_reduces: float
+    device: str
     load_seconds: float
     draw_seconds: float
 
@@ -98,7 +101,7 @@ def run_demo(tp_degree: int, out: Path) -> DemoReport:
 
 def draw_one_process() -> Drawn:
     """Draw the sheet with the ordinary, whole pipeline."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator() or torch.device("cpu")
     start = time.perf_counter()
     pipeline = _load_pipeline().to(device)
     return draw(pipeline, time.perf_counter() - start)
@@ -136,6 +139,7 @@ def draw(pipeline: Any, load_seconds: float = 0.0) -> Drawn:
         weight_bytes=held,
         bytes_read=report.bytes_read if report else _file_bytes(),
         all_reduces=sharding.group.traffic.all_reduces / CALL["num_inference_steps"] if sharding else 0,
+        device=pipeline.transformer.device.type,
         load_seconds=load_seconds,
         draw_seconds=seconds,
     )
@@ -157,7 +161,7 @@ def _compare(tp_degree: int, per_rank: list[Drawn], alone: Drawn) -> DemoReport:
     steps = np.abs(_bytes(first.pixels).astype(int) - _bytes(alone.pixels).astype(int))
     return DemoReport(
         tp_degree=tp_degree,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=first.device,
         weight_bytes_one_process=alone.weight_bytes,
         weight_bytes_per_rank=[drawn.weight_bytes for drawn in per_rank],
         bytes_read_one_process=alone.bytes_read,

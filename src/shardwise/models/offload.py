@@ -88,8 +88,8 @@ def _check_stream(stream: Any, own: torch.device) -> None:
     """Refuse a stream that diffusers has made on another device: it takes the current one."""
     if getattr(stream, "device", own) != own:
         raise UnsupportedOption(
-            f"the stream is on {stream.device}, and the slices on {own}: call torch.cuda.set_device({own.index}) "
-            "before use_stream=True"
+            f"the stream is on {stream.device}, and the slices on {own}: call "
+            f"torch.accelerator.set_device_index({own.index}) before use_stream=True"
         )
 
 
