@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 TP     ?= 2
 OUT    ?= demo-output
 
-.PHONY: setup demo test bench mutation fuzz fuzz-guided lint format clean
+.PHONY: setup demo test gpu bench mutation fuzz fuzz-guided faults lint format clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,11 @@ test: $(VENV)/.ready-to-test
 	cat $$log; rm -f $$log; \
 	exit $$((rest | beside))
 
+# On a machine with CUDA devices: the tests of ranks, then loading and steps, in an environment of its own.
+# GPU_RANKS are measured, of 2 by default; with GPU_SHARE=1 ranks share devices, so that one is enough for the tests.
+gpu:
+	$(PYTHON) -m tools.gpu $(if $(GPU_RANKS),--ranks $(GPU_RANKS)) $(if $(filter 1,$(GPU_SHARE)),--share) $(GPU_OPTIONS)
+
 # Loading and steps beside diffusers' own, in about fifteen minutes on two cores that nobody else uses; needs 12 GiB.
 bench: setup
 	$(BIN)/shardwise bench load --ranks 2 --json benchmarks/results/load-2-ranks.json --plot benchmarks/results/load-2-ranks.png
@@ -51,6 +56,10 @@ mutation: setup
 fuzz: setup
 	$(BIN)/python -m tools.fuzz --count 1000000 --seed 1 --record docs/fuzz.json
 
+# Loses ranks, hosts and links on purpose, and writes docs/reliability.md from what came of it.
+faults: setup
+	$(BIN)/python -m tools.faults
+
 # The same verdicts, on inputs that libFuzzer finds by what they reach in the code.
 fuzz-guided: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[fuzz]'
@@ -66,6 +75,6 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OUT) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-gpu $(OUT) build dist .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
