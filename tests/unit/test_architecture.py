@@ -37,7 +37,15 @@ MAY_IMPORT = {
 KNOWS_MODELS = {"models", "encoders", "pipeline", "demo", "bench", "generate"}
 """Parts that may import diffusers and transformers."""
 
-ASKS_ONLY = {"is_available", "is_initialized", "get_rank", "get_world_size"}
+ASKS_ONLY = {
+    "is_nccl_available",
+    "is_available",
+    "is_initialized",
+    "get_rank",
+    "get_world_size",
+    "get_backend_config",
+    "get_default_backend_for_device",
+}
 """Functions of torch.distributed that need no other rank."""
 TALKS = {
     "launch/group.py": {
@@ -51,7 +59,6 @@ TALKS = {
     "bench/diffusers_tp.py": {"from_local"},
     "bench/ranks.py": {"init_process_group", "barrier"},
     "bench/steps.py": {"barrier"},
-    "runtime/mesh.py": {"init_device_mesh"},
 }
 """What files other than `runtime/group.py` use of torch.distributed beyond that."""
 
@@ -238,6 +245,12 @@ def test_collective_is_noticed_however_it_is_called(source: str, name: str) -> N
 )
 def test_what_needs_no_other_rank_is_no_collective(source: str) -> None:
     assert not distributed_functions(ast.parse(source))
+
+
+def test_accelerators_are_all_asked_alike() -> None:
+    asks = {name for name, path in FILES.items() if "torch.cuda" in path.read_text("utf-8")}
+    asks -= {"doctor/facts.py"}  # NCCL's version is there alone
+    assert not asks, "torch.accelerator and torch.get_device_module know any accelerator"
 
 
 # ---------------------------------------------------------------- lengths
